@@ -48,9 +48,23 @@ typedef struct akv_experiment {
     double rho;                 /* share of the free anchors chosen by score; 0.7 */
     uint32_t pool_width;        /* kappa, odd; 7 */
     uint32_t tokens_per_anchor; /* k = S / this; 128 */
+
+    /* Profile default only (docs/method.md): */
+    uint32_t sinks;             /* first tokens that are always anchors */
+    uint32_t pool_tokens;       /* utility is spread forwards over about this many tokens; 0 = not at all */
+    double incoherent;          /* share of the incoherent estimate in the squared logit error, 0..1 */
+    double floor;               /* utility that is spread evenly, relative to the observed one */
+    double value_boost;         /* factor on the value side's utility */
+    double query_mix;           /* share of the even weight in the query weighting of key coordinates, 0..1 */
+    double slow_angle;          /* a plane turning less than this over the segment (radians) is coded under the basis */
+    uint32_t basis_cols;        /* most basis directions per head and side */
+    uint32_t num_levels;        /* 1..15 */
+    uint16_t level_bits[16];    /* bits per residual of each level, rising */
+    int uniform_anchors;        /* the free anchors uniformly at random instead of for coverage */
 } akv_experiment;
 
 AKV_API void akv_experiment_init(akv_experiment *experiment); /* the paper's settings */
+AKV_API void akv_experiment_init_default(akv_experiment *experiment); /* those of the profile default */
 
 /*
  * akv_evict_snapkv() - the SnapKV eviction baseline at equal bytes, as kvpress runs it: mean attention of the last W

@@ -140,7 +140,8 @@ typedef struct akv_rope {
 /* ------------------------------------------------------------------------------------------------- planning and bytes */
 
 typedef enum akv_profile {
-    AKV_PROFILE_PAPER = 1 /* the paper's method, byte for byte: docs/method.md */
+    AKV_PROFILE_PAPER = 1,  /* the paper's method, byte for byte: docs/method.md */
+    AKV_PROFILE_DEFAULT = 2 /* our codec on the same frame: more and cheaper anchors, a basis per head, a ladder of levels */
 } akv_profile;
 
 struct akv_experiment; /* akv_experimental.h */
@@ -156,7 +157,7 @@ typedef struct akv_config {
     const struct akv_experiment *experiment;  /* NULL = the profile as published */
 } akv_config;
 
-AKV_API void akv_config_init(akv_config *config); /* profile paper, keep_ratio 0.1, seed 0 */
+AKV_API void akv_config_init(akv_config *config); /* profile default, keep_ratio 0.1, seed 0 */
 
 /* The shape of one layer; enough to plan. */
 typedef struct akv_shape {
@@ -245,6 +246,10 @@ typedef struct akv_layer {
     akv_tensor values;        /* [H, S, d_v] */
     akv_tensor queries;       /* [H*G, W, d_k] post-RoPE queries of the last W tokens (W = shape.num_queries; only the
                                  last min(W, S) rows are read, NULL data is fine when S <= W) */
+    akv_tensor sampled;       /* [H*G, M, d_k] further post-RoPE queries of the prompt, or NULL data; they weight the key
+                                 coordinates (profile default) */
+    uint32_t num_sampled;     /* M; 0 = none */
+    const int32_t *sampled_positions; /* [M] where each was asked; needed when num_sampled > 0 */
     const int32_t *positions; /* [S], strictly increasing, or NULL: first_position, first_position + 1, ... */
     int32_t first_position;
     akv_rope rope;

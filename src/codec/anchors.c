@@ -3,7 +3,7 @@
  * anchors.c - which tokens become anchors (paper section 3.1): the window, the most attended earlier tokens, and a seeded
  * uniform sample of the rest, per KV head. The sample matters: attention alone does not cover the directions.
  */
-#include "codec/codec.h"
+#include "codec/ladder.h"
 #include "kernels/kernels.h"
 
 /* Order-preserving for floats >= 0. */
@@ -66,13 +66,14 @@ static void sample_rest(uint8_t *mask, uint64_t n, uint64_t taken, uint64_t need
 
 static void store_anchors(akv_job *job, uint32_t head, const uint8_t *mask)
 {
-    uint32_t *tokens = (uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k;
+    uint32_t *tokens = job->ladder == NULL ? (uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k : NULL;
     uint32_t *anchor_of = job->anchor_of + head * job->S;
     uint32_t count = 0;
     memset(anchor_of, 0, job->S * sizeof *anchor_of);
     for (uint64_t t = 0; t < job->S; t++)
         if (mask[t]) {
-            tokens[count] = (uint32_t)t;
+            if (tokens != NULL)
+                tokens[count] = (uint32_t)t;
             anchor_of[t] = ++count;
         }
 }
@@ -88,9 +89,18 @@ static void anchors_task(void *opaque, size_t task)
     uint64_t top = x->no_random_anchors ? free_anchors : (uint64_t)(x->rho * (double)free_anchors);
     if (top > earlier)
         top = earlier;
-    akv_take_largest(job->pooled + head * job->S, earlier, top, mask);
+    float *pooled = job->pooled + head * job->S;
+    if (job->ladder != NULL)
+        for (uint64_t t = 0; t < x->sinks && t < earlier && t < free_anchors; t++) {
+            pooled[t] = INFINITY; /* the first tokens carry the sink: a small error there breaks a model */
+            top = top <= t ? t + 1 : top;
+        }
+    akv_take_largest(pooled, earlier, top, mask);
     akv_rng rng = akv_rng_stream(job->seed, AKV_RNG_ANCHORS, head);
-    sample_rest(mask, earlier, top, free_anchors - top, &rng);
+    if (job->ladder != NULL && !x->uniform_anchors)
+        akv_cover_directions(job, head, mask, free_anchors - top, &rng);
+    else
+        sample_rest(mask, earlier, top, free_anchors - top, &rng);
     memset(mask + earlier, 1, job->W);
     store_anchors(job, head, mask);
 }

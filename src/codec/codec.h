@@ -24,29 +24,41 @@ akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_
 
 /* plan.c */
 akv_status akv_check_config(const akv_config *config, akv_diag *diag);
-/* akv_plan that also leaves the laid-out header (kind, anchors, residual counts, sections); header starts zeroed. */
-akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, akv_header *header, akv_plan_info *info,
-                           akv_diag *diag);
+/*
+ * akv_plan that also leaves the laid-out header (kind, anchors, residual counts, sections); header starts zeroed.
+ * slow_dims: key coordinates under the basis (LADDER).
+ */
+akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uint32_t slow_dims, akv_header *header,
+                           akv_plan_info *info, akv_diag *diag);
+/* The config's experiment, or the profile's own settings in *defaults. */
+const akv_experiment *akv_experiment_of(const akv_config *config, akv_experiment *defaults);
 
 /* Tokens handled as one matrix; and the range of tokens one task handles (fixed, so that results do not depend on threads). */
 #define AKV_TILE_TOKENS 256u
 #define AKV_RANGE_TOKENS 4096u
+/* Utility is pooled along positions: a tile also looks at this many tokens before and after it. */
+#define AKV_POOL_BEFORE 64u
+#define AKV_POOL_AFTER 3u
+/* Row stride of [rows, tile] matrices. */
+#define AKV_TILE_STRIDE 336u
 /* Anchors compared at once. */
 #define AKV_ANCHOR_TILE 1024u
 
 /* Scratch of one running task of compression. */
 typedef struct akv_codec_scratch {
-    float *post;   /* [TILE, d_k] keys as given */
+    float *post;   /* [STRIDE, d_k] keys as given, with the halo of pooling */
     float *pre;    /* [TILE, d_k] keys in anchor space; later post-RoPE key residuals */
     float *value;  /* [TILE, d_v] values; later value residuals */
-    float *logits; /* [rows, TILE] */
-    float *errors; /* [rows, TILE] */
-    float *cross;  /* [rows, TILE] */
+    float *logits; /* [rows, STRIDE] */
+    float *errors; /* [rows, STRIDE] */
+    float *cross;  /* [rows, STRIDE] */
     float *sims;   /* [TILE, min(k, ANCHOR_TILE)] */
     float *best;   /* [TILE] */
     float *vector; /* [AKV_MAX_HEAD_DIM] */
     double *phase; /* [4, rotary_dim / 2] */
 } akv_codec_scratch;
+
+struct akv_ladder;
 
 /* Everything one compression holds; the steps below run over it in order. rows = G * W observation rows of a head. */
 typedef struct akv_job {
@@ -59,6 +71,7 @@ typedef struct akv_job {
     uint64_t num_ranges;
     uint64_t seed; /* of this layer */
     uint8_t *blob; /* NULL in the eviction baseline */
+    struct akv_ladder *ladder; /* NULL for the PLAIN coding */
 
     float *queries;   /* [H, rows, d_k] */
     float *part_max;  /* [H, ranges, rows] */
@@ -71,7 +84,10 @@ typedef struct akv_job {
     float *score;     /* [H, S] attention received, summed over W, averaged over G */
     float *pooled;    /* [H, S] the same pooled along positions; earlier positions only */
     uint32_t *anchor_of; /* [H, S] own anchor slot + 1 of an anchor token, else 0 */
-    float *unit[AKV_SIDES];    /* [H, k, dim] anchors as stored, divided by their norm (0 for a zero anchor) */
+    float *mean[AKV_SIDES];    /* LADDER: [H, dim] key mean as stored (pre-RoPE), value mean; NULL otherwise */
+    float *unit_of[AKV_SIDES]; /* LADDER: [H, dim] typical size of each coordinate, as stored; NULL otherwise */
+    float *anchor[AKV_SIDES];  /* [H, k, dim] anchors as stored */
+    float *unit[AKV_SIDES];    /* [H, k, dim] the same divided by their norm (0 for a zero anchor) */
     float *rank[AKV_SIDES];    /* [H, S] what residuals compete with; < 0 for anchors */
 
     uint32_t num_slots;
@@ -81,13 +97,13 @@ typedef struct akv_job {
 
 /* compress.c: scratch of a job in one allocation (arena), mask [H, S] inside it; and the finiteness of all inputs. */
 akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
-                         akv_header *header, uint8_t **mask, akv_arena *arena, akv_diag *diag);
+                         akv_header *header, struct akv_ladder *ladder, uint8_t **mask, akv_arena *arena, akv_diag *diag);
 void akv_job_end(akv_job *job, akv_arena *arena);
 akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv_diag *diag);
 
 /* observe.c: two passes over the keys: softmax statistics of the observation queries, then scores and outputs. */
 void akv_observe(akv_job *job);
-/* Logits of rows x n keys (row stride AKV_TILE_TOKENS), scaled, capped and causal, of tokens [t0, t0 + n). */
+/* Logits of rows x n keys (row stride AKV_TILE_STRIDE), scaled, capped and causal, of tokens [t0, t0 + n). */
 void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *keys, float *logits);
 /* Average pooling of width `width` over [0, n) of every head's score (zero padded) into pooled. */
 void akv_pool_scores(akv_job *job, uint64_t n, uint32_t width);
@@ -97,8 +113,10 @@ void akv_choose_anchors(akv_job *job);
 /* The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win. */
 void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask);
 
-/* project.c: nearest anchor and coefficient of every token, and what its residual is worth. */
+/* project.c: means (LADDER), the anchors as stored, nearest anchor and coefficient of every token, and what its residual is worth. */
 void akv_project(akv_job *job);
+/* One token of one side as anchors see it: keys un-turned (unless projected post-RoPE) and centred, values as they are. */
+void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out);
 /* Residual of one token as it is coded: post-RoPE for keys, f32 [dim]. */
 void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* compress.c - one layer in, one segment out: the steps of the method in their order. */
-#include "codec/codec.h"
+#include "codec/ladder.h"
 #include "core/slots.h"
 
 /* Carve all scratch of a job (or count it when the arena has no base). */
@@ -23,6 +23,8 @@ static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
     job->rank[AKV_SIDE_K] = AKV_TAKE(arena, float, H * S);
     job->rank[AKV_SIDE_V] = AKV_TAKE(arena, float, H * S);
     job->anchor_of = AKV_TAKE(arena, uint32_t, H * S);
+    job->anchor[AKV_SIDE_K] = AKV_TAKE(arena, float, H * k * dk);
+    job->anchor[AKV_SIDE_V] = AKV_TAKE(arena, float, H * k * dv);
     job->unit[AKV_SIDE_K] = AKV_TAKE(arena, float, H * k * dk);
     job->unit[AKV_SIDE_V] = AKV_TAKE(arena, float, H * k * dv);
     *mask = AKV_TAKE(arena, uint8_t, H * S);
@@ -30,12 +32,12 @@ static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
     job->scratch = AKV_TAKE(arena, akv_codec_scratch, job->num_slots);
     for (uint32_t i = 0; i < job->num_slots; i++) {
         akv_codec_scratch s;
-        s.post = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dk);
+        s.post = AKV_TAKE(arena, float, AKV_TILE_STRIDE * dk);
         s.pre = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dk);
         s.value = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dv);
-        s.logits = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
-        s.errors = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
-        s.cross = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
+        s.logits = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
+        s.errors = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
+        s.cross = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
         s.sims = AKV_TAKE(arena, float, (uint64_t)AKV_TILE_TOKENS * AKV_ANCHOR_TILE);
         s.best = AKV_TAKE(arena, float, AKV_TILE_TOKENS);
         s.vector = AKV_TAKE(arena, float, AKV_MAX_HEAD_DIM);
@@ -45,10 +47,12 @@ static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
             atomic_flag_clear(&job->slots[i]);
         }
     }
+    if (job->ladder != NULL)
+        akv_ladder_carve(job, arena);
 }
 
 akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
-                         akv_header *header, uint8_t **mask, akv_arena *arena, akv_diag *diag)
+                         akv_header *header, akv_ladder *ladder, uint8_t **mask, akv_arena *arena, akv_diag *diag)
 {
     const akv_shape *s = &layer->shape;
     memset(job, 0, sizeof *job);
@@ -56,6 +60,7 @@ akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config 
     job->config = config;
     job->experiment = experiment;
     job->header = header;
+    job->ladder = ladder;
     job->S = s->num_tokens;
     job->H = s->num_kv_heads;
     job->G = s->gqa_group;
@@ -106,23 +111,35 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
     akv_shape shape = layer->shape;
     shape.has_positions = !akv_positions_consecutive(layer);
     shape.dtype = akv_layer_dtype(layer);
+    akv_experiment defaults;
+    const akv_experiment *experiment = akv_experiment_of(config, &defaults);
     akv_header header, planned;
     akv_plan_info info;
+    akv_ladder ladder;
+    akv_header_from_layer(&header, layer);
     memset(&planned, 0, sizeof planned);
-    AKV_TRY(akv_plan_header(&shape, config, &planned, &info, diag));
+    memset(&ladder, 0, sizeof ladder);
+    ladder.options = experiment;
+    uint32_t slow_dims = akv_slow_coords(&layer->rope, shape.head_dim_k, (int64_t)header.last_position - header.first_position + 1,
+                                         experiment->slow_angle, ladder.coords[AKV_SIDE_K]);
+    for (uint32_t i = 0; i < shape.head_dim_v; i++)
+        ladder.coords[AKV_SIDE_V][i] = (uint16_t)i;
+    AKV_TRY(akv_plan_header(&shape, config, slow_dims, &planned, &info, diag));
     if (info.kind == AKV_SEGMENT_DENSE)
         return akv_make_dense(layer, config, info.dense_reason, NULL, 0, info.budget_bytes, out, diag);
     AKV_TRY(akv_check_input(layer, config, diag));
 
-    akv_header_from_layer(&header, layer);
-    akv_experiment defaults;
-    akv_experiment_init(&defaults);
-    const akv_experiment *experiment = config->experiment != NULL ? config->experiment : &defaults;
     header.kind = planned.kind;
     header.profile = (uint32_t)config->profile;
     header.budget_bytes = planned.budget_bytes;
     header.num_anchors = planned.num_anchors;
     header.total_bytes = planned.total_bytes;
+    header.coding = planned.coding;
+    header.code_bytes = planned.code_bytes;
+    header.num_levels = planned.num_levels;
+    header.index_bits = planned.index_bits;
+    memcpy(header.basis_dim, planned.basis_dim, sizeof header.basis_dim);
+    memcpy(header.basis_cols, planned.basis_cols, sizeof header.basis_cols);
     memcpy(header.num_residuals, planned.num_residuals, sizeof header.num_residuals);
     memcpy(header.sections, planned.sections, sizeof header.sections);
     header.flags = (experiment->anchor_space == AKV_ANCHOR_POST_ROPE ? AKV_FLAG_ANCHORS_POST_ROPE : 0u) |
@@ -131,27 +148,35 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
     akv_segment *segment = akv_segment_new(config->allocator, header.total_bytes);
     if (segment == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)header.total_bytes);
+    const bool is_ladder = header.coding == AKV_CODING_LADDER;
     akv_job job;
     akv_arena arena;
     uint8_t *mask = NULL;
-    akv_status status = akv_job_begin(&job, layer, config, experiment, &header, &mask, &arena, diag);
+    akv_status status = akv_job_begin(&job, layer, config, experiment, &header, is_ladder ? &ladder : NULL, &mask, &arena, diag);
     if (status != AKV_OK) {
         akv_segment_release(segment);
         return status;
     }
     header.seed = job.seed;
     job.blob = (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES;
-    memcpy(job.blob, &header, sizeof header);
+    memcpy(job.blob, &header, sizeof header); /* views of the segment being written need it; counts follow below */
     if (shape.rotary_dim != 0)
         memcpy(akv_job_section(&job, AKV_SEC_INV_FREQ), layer->rope.inv_freq, shape.rotary_dim / 2 * sizeof(double));
     if (shape.has_positions)
         memcpy(akv_job_section(&job, AKV_SEC_POSITIONS), layer->positions, shape.num_tokens * sizeof(int32_t));
 
     akv_observe(&job);
+    if (is_ladder)
+        akv_ladder_begin(&job);
     akv_choose_anchors(&job);
     akv_project(&job);
-    akv_select_owners(&job, mask);
-    akv_code_residuals(&job);
+    if (is_ladder) {
+        akv_ladder_finish(&job);
+    } else {
+        akv_select_owners(&job, mask);
+        akv_code_residuals(&job);
+    }
+    memcpy(job.blob, &header, sizeof header);
 
     akv_job_end(&job, &arena);
     *out = segment;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* decode.c - reconstruct tokens of a segment. For tests and tools; attention never does this. */
-#include "codec/codec.h"
+#include "codec/ladder.h"
 #include "core/view.h"
 #include "kernels/kernels.h"
 
@@ -63,6 +63,87 @@ static void decode_side(const akv_segment *segment, int side, uint32_t head, uin
     }
 }
 
+/* Level values of an n-bit number. */
+static float ladder_level(uint32_t number, uint32_t width)
+{
+    if (width == 1)
+        return number ? akv_lm1 : -akv_lm1;
+    if (width == 2)
+        return akv_levels_lloyd_max[number];
+    return number < 8 ? -akv_lm4[7 - number] : akv_lm4[number - 8];
+}
+
+/* Add the residual at place r of a group of g residuals to out [dim]. */
+static void add_ladder_residual(const akv_ladder_view *v, const akv_level_list *list, const uint16_t *coords, const uint8_t *group,
+                                uint32_t g, uint32_t r, float gain, float *out)
+{
+    uint64_t bit = 0;
+    for (uint32_t i = 0; i < list->count; i++) {
+        const uint32_t width = list->width[i], c = list->coord[i];
+        uint64_t at = bit + (uint64_t)r * width;
+        uint32_t number = group[at >> 3] >> (at & 7);
+        if ((at & 7) + width > 8)
+            number |= (uint32_t)group[(at >> 3) + 1] << (8 - (at & 7));
+        float z = gain * akv_bf16_to_f32(v->sigmas[c]) * ladder_level(number & ((1u << width) - 1u), width);
+        if (c < v->basis_cols)
+            for (uint32_t d = 0; d < v->basis_dim; d++)
+                out[coords ? coords[d] : d] += z * v->basis_scales[c] * (float)v->basis[(size_t)c * v->basis_dim + d];
+        else
+            out[coords ? coords[v->basis_dim + c - v->basis_cols] : v->basis_dim + c - v->basis_cols] += z;
+        bit += (uint64_t)g * width;
+    }
+}
+
+static void decode_ladder(const akv_segment *segment, int side, uint32_t head, uint64_t tok0, uint64_t n, float *out)
+{
+    const akv_header *h = akv_header_of(segment);
+    const akv_ladder_view v = akv_view_ladder(segment, side, head);
+    const uint32_t planes = side == AKV_SIDE_K ? h->rotary_dim / 2 : 0;
+    const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
+    const int32_t *positions = h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
+    const uint16_t *mean = (const uint16_t *)akv_section_of(segment, AKV_SEC_MEAN) + (size_t)head * v.dim;
+    const uint16_t *coords = side == AKV_SIDE_K ? akv_section_of(segment, AKV_SEC_COORDS) : NULL;
+    double cosine[AKV_MAX_HEAD_DIM / 2], sine[AKV_MAX_HEAD_DIM / 2];
+
+    for (uint64_t t = tok0; t < tok0 + n; t++) {
+        float *x = out + (t - tok0) * v.dim;
+        const uint32_t a = akv_ladder_index(&v, t);
+        const float weight = akv_ladder_weight(&v, t, a);
+        for (uint32_t i = 0; i < v.dim; i++)
+            x[i] = weight * akv_bf16_to_f32(v.units[i]) * (float)v.anchors[(size_t)a * v.dim + i] +
+                   (side == AKV_SIDE_K ? akv_bf16_to_f32(mean[i]) : 0.0f);
+        if (planes != 0) {
+            int64_t position = positions ? positions[t] : (int64_t)h->first_position + (int64_t)t;
+            akv_rope_phase(inv_freq, planes, position, cosine, sine);
+            akv_rope_turn(x, v.dim, h->rotary_dim, (akv_rope_style)h->rope_style, cosine, sine, 1, h->magnitude, x);
+        }
+    }
+    for (uint64_t block = tok0 / AKV_BLOCK_TOKENS; n > 0 && block * AKV_BLOCK_TOKENS < tok0 + n; block++) {
+        const uint64_t t0 = block * AKV_BLOCK_TOKENS, rest = h->num_tokens - t0;
+        uint16_t tokens[AKV_BLOCK_TOKENS];
+        uint32_t first[AKV_MAX_LEVELS + 2];
+        const uint8_t *run = v.codes + v.offsets[block * 2];
+        akv_ladder_sort(&v, block, rest < AKV_BLOCK_TOKENS ? (uint32_t)rest : AKV_BLOCK_TOKENS, tokens, first);
+        for (uint32_t l = 1; l <= v.num_levels; l++) {
+            const uint32_t count = first[l + 1] - first[l];
+            akv_level_list list;
+            if (count == 0)
+                continue;
+            akv_ladder_list(&v, l, &list);
+            const uint8_t *group = run + (count + 1) / 2;
+            for (uint32_t i = 0; i < count; i++) {
+                const uint32_t left = count - i / AKV_GROUP_LANES * AKV_GROUP_LANES;
+                const uint32_t g = left < AKV_GROUP_LANES ? left : AKV_GROUP_LANES;
+                const uint64_t t = t0 + tokens[first[l] + i];
+                if (t >= tok0 && t < tok0 + n)
+                    add_ladder_residual(&v, &list, coords, group + i / AKV_GROUP_LANES * 2 * list.bits, g, i % AKV_GROUP_LANES,
+                                        akv_gain_value((run[i / 2] >> (i % 2 * 4)) & 15u), out + (t - tok0) * v.dim);
+            }
+            run += akv_run_bytes(count, list.bits);
+        }
+    }
+}
+
 akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n, float *keys, float *values,
                               akv_diag *diag)
 {
@@ -79,7 +160,10 @@ akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint
         if (out[side] == NULL)
             continue;
         if (h->kind == AKV_SEGMENT_COMPRESSED) {
-            decode_side(segment, side, kv_head, tok0, n, out[side]);
+            if (h->coding == AKV_CODING_LADDER)
+                decode_ladder(segment, side, kv_head, tok0, n, out[side]);
+            else
+                decode_side(segment, side, kv_head, tok0, n, out[side]);
             continue;
         }
         akv_tensor t = akv_tensor_contiguous(akv_section_of(segment, AKV_SEC_DENSE + side), (akv_dtype)h->dense_dtype,

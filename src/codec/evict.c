@@ -46,7 +46,7 @@ akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, ak
     akv_arena arena;
     uint8_t *mask = NULL;
     header.num_anchors = 0;
-    AKV_TRY(akv_job_begin(&job, layer, config, &experiment, &header, &mask, &arena, diag));
+    AKV_TRY(akv_job_begin(&job, layer, config, &experiment, &header, NULL, &mask, &arena, diag));
     akv_observe(&job);
     akv_pool_scores(&job, job.S - job.W, SNAPKV_POOL);
     uint32_t *kept = job.anchor_of; /* [H, low] fits into [H, S] */

@@ -11,9 +11,9 @@ void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_
 {
     const float scale = (float)job->layer->sm_scale, cap = (float)job->layer->logit_softcap;
     akv_gemm_nt(job->rows, n, job->dk, job->queries + (size_t)head * job->rows * job->dk, job->dk, keys, job->dk, logits,
-                AKV_TILE_TOKENS);
+                AKV_TILE_STRIDE);
     for (uint32_t r = 0; r < job->rows; r++) {
-        float *l = logits + (size_t)r * AKV_TILE_TOKENS;
+        float *l = logits + (size_t)r * AKV_TILE_STRIDE;
         for (uint32_t i = 0; i < n; i++)
             l[i] *= scale;
         if (cap != 0.0f)
@@ -62,7 +62,7 @@ static void statistics_task(void *opaque, size_t task)
         load_tile(&job->layer->keys, head, t0, n, job->dk, s->post);
         akv_observed_logits(job, head, t0, n, s->post, s->logits);
         for (uint32_t r = 0; r < job->rows; r++) {
-            float *l = s->logits + (size_t)r * AKV_TILE_TOKENS, m = kernels->scale_max(l, n, 1.0f, max[r]);
+            float *l = s->logits + (size_t)r * AKV_TILE_STRIDE, m = kernels->scale_max(l, n, 1.0f, max[r]);
             if (m == -INFINITY)
                 continue;
             sum[r] = (max[r] == -INFINITY ? 0.0f : sum[r] * expf(max[r] - m)) + kernels->exp_sum(l, n, m);
@@ -91,7 +91,7 @@ static void scores_task(void *opaque, size_t task)
         akv_observed_logits(job, head, t0, n, s->post, s->logits);
         memset(score, 0, n * sizeof *score);
         for (uint32_t r = 0; r < job->rows; r++) {
-            float *l = s->logits + (size_t)r * AKV_TILE_TOKENS;
+            float *l = s->logits + (size_t)r * AKV_TILE_STRIDE;
             kernels->exp_sum(l, n, max[r]);
             for (uint32_t i = 0; i < n; i++) {
                 l[i] *= inverse[r];
@@ -100,7 +100,7 @@ static void scores_task(void *opaque, size_t task)
         }
         for (uint32_t i = 0; i < n; i++)
             score[i] /= (float)job->G;
-        akv_gemm_nn_add(job->rows, job->dv, n, s->logits, AKV_TILE_TOKENS, s->value, job->dv, out, job->dv);
+        akv_gemm_nn_add(job->rows, job->dv, n, s->logits, AKV_TILE_STRIDE, s->value, job->dv, out, job->dv);
     }
     akv_return_slot(job->slots, slot);
 }

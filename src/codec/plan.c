@@ -1,11 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* plan.c - exact bytes before anything is done: number of anchors, number of residual slots, feasibility. */
-#include "codec/codec.h"
+#include "codec/ladder.h"
 
-static const akv_experiment *experiment_of(const akv_config *config, akv_experiment *defaults)
+const akv_experiment *akv_experiment_of(const akv_config *config, akv_experiment *defaults)
 {
-    akv_experiment_init(defaults);
+    if (config->profile == AKV_PROFILE_DEFAULT)
+        akv_experiment_init_default(defaults);
+    else
+        akv_experiment_init(defaults);
     return config->experiment != NULL ? config->experiment : defaults;
+}
+
+static akv_status check_ladder_options(const akv_experiment *x, akv_diag *diag)
+{
+    bool rising = x->num_levels >= 1 && x->num_levels <= AKV_MAX_LEVELS;
+    for (uint32_t l = 0; rising && l < x->num_levels; l++)
+        rising = x->level_bits[l] > (l == 0 ? 0 : x->level_bits[l - 1]) && x->level_bits[l] <= 4096;
+    if (!rising)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_experiment: the profile default needs 1..%u levels of rising bits (akv_experiment_init_default sets them)",
+                        AKV_MAX_LEVELS);
+    if (!(x->incoherent >= 0.0 && x->incoherent <= 1.0) || !(x->query_mix >= 0.0 && x->query_mix <= 1.0) || !(x->floor >= 0.0) ||
+        !isfinite(x->floor) || !(x->value_boost > 0.0) || !isfinite(x->value_boost) || !(x->slow_angle >= 0.0) ||
+        x->pool_tokens > 1024 || x->basis_cols > AKV_MAX_HEAD_DIM)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_experiment: incoherent and query_mix must be 0..1, floor and slow_angle >= 0, value_boost > 0, "
+                        "pool_tokens <= 1024, basis_cols <= %u", AKV_MAX_HEAD_DIM);
+    if (x->rank != AKV_RANK_UTILITY || x->code_rule != AKV_CODE_ROTATED_LLOYD_MAX || x->anchor_space != AKV_ANCHOR_PRE_ROPE ||
+        x->equal_head_budgets)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "akv_experiment: the paper's ablations belong to AKV_PROFILE_PAPER");
+    return AKV_OK;
 }
 
 akv_status akv_check_config(const akv_config *config, akv_diag *diag)
@@ -14,8 +38,9 @@ akv_status akv_check_config(const akv_config *config, akv_diag *diag)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "config must not be NULL");
     if (config->struct_size < sizeof *config)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first", config->struct_size);
-    if (config->profile != AKV_PROFILE_PAPER)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "profile %d is not known; use AKV_PROFILE_PAPER", (int)config->profile);
+    if (config->profile != AKV_PROFILE_PAPER && config->profile != AKV_PROFILE_DEFAULT)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "profile %d is not known; use AKV_PROFILE_DEFAULT or AKV_PROFILE_PAPER",
+                        (int)config->profile);
     if (config->budget_bytes == 0 && !(config->keep_ratio > 0.0 && config->keep_ratio <= 1.0))
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "keep_ratio is %g; it must be above 0 and at most 1 (0.1 keeps a tenth)",
                         config->keep_ratio);
@@ -32,6 +57,8 @@ akv_status akv_check_config(const akv_config *config, akv_diag *diag)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
                         "akv_experiment: rho must be 0..1 (is %g), pool_width odd and below 1024 (is %u), tokens_per_anchor >= 1",
                         x->rho, x->pool_width);
+    if (config->profile == AKV_PROFILE_DEFAULT)
+        return check_ladder_options(x, diag);
     return AKV_OK;
 }
 
@@ -77,12 +104,13 @@ static double ratio_for(uint64_t bytes, uint64_t dense)
     return ratio;
 }
 
-akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, akv_header *h, akv_plan_info *info, akv_diag *diag)
+akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uint32_t slow_dims, akv_header *h,
+                           akv_plan_info *info, akv_diag *diag)
 {
     AKV_TRY(akv_check_config(config, diag));
     AKV_TRY(akv_check_shape(shape, diag));
     akv_experiment defaults;
-    const akv_experiment *x = experiment_of(config, &defaults);
+    const akv_experiment *x = akv_experiment_of(config, &defaults);
     const bool has_positions = shape->has_positions != 0;
 
     h->num_tokens = shape->num_tokens;
@@ -106,7 +134,15 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, akv
     h->num_anchors = anchors_of(shape, x);
     uint64_t capacity = (shape->num_tokens - h->num_anchors) * shape->num_kv_heads;
     bool equal = x->equal_head_budgets != 0;
-    uint64_t fixed_total = total_with(h, has_positions, 0, capacity, equal);
+    const bool ladder = config->profile == AKV_PROFILE_DEFAULT;
+    uint64_t fixed_total;
+    if (ladder) {
+        /* Feasibility does not depend on the RoPE table, which akv_plan does not know: the widest basis must fit. */
+        akv_ladder_layout(h, x, shape->head_dim_k, has_positions, 0);
+        fixed_total = AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
+    } else {
+        fixed_total = total_with(h, has_positions, 0, capacity, equal);
+    }
 
     bool within_window = shape->num_tokens <= shape->num_queries;
     info->min_bytes = within_window ? 1 : fixed_total < dense_total ? fixed_total : dense_total;
@@ -129,7 +165,14 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, akv
         h->kind = AKV_SEGMENT_DENSE;
         h->num_anchors = 0;
         h->num_residuals[0] = h->num_residuals[1] = 0;
+        h->coding = AKV_CODING_PLAIN;
+        h->code_bytes = 0;
+        h->num_levels = h->index_bits = 0;
+        memset(h->basis_dim, 0, sizeof h->basis_dim);
+        memset(h->basis_cols, 0, sizeof h->basis_cols);
         akv_layout_sections(h, false);
+    } else if (ladder) {
+        akv_ladder_layout(h, x, slow_dims, has_positions, info->budget_bytes);
     } else {
         uint64_t low = 0, high = x->anchors_only ? 0 : 2 * capacity; /* total is monotone in the slots: bisect */
         while (low < high) {
@@ -161,7 +204,7 @@ akv_status akv_plan(const akv_shape *shape, const akv_config *config, akv_plan_i
     akv_header header;
     akv_plan_info info;
     memset(&header, 0, sizeof header);
-    akv_status status = akv_plan_header(shape, config, &header, &info, diag);
+    akv_status status = akv_plan_header(shape, config, shape != NULL ? shape->head_dim_k : 0, &header, &info, diag);
     if (status == AKV_OK || status == AKV_E_INFEASIBLE)
         *out = info;
     return status;

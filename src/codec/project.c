@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * project.c - nearest anchor, coefficient and utility of every token (paper sections 3.2 and 3.3, design section 3 steps
- * 2 and 3). Keys are compared before the rotary embedding, because turning destroys directional similarity; what a key
- * residual is worth is judged after it, because that is what the queries meet.
+ * project.c - anchors as stored, nearest anchor and coefficient of every token, its residual, and what that is worth
+ * (paper sections 3.2 and 3.3, design section 3 steps 2 and 3). Keys are compared before the rotary embedding, because
+ * turning destroys directional similarity; what a key residual is worth is judged after it, because that is what the
+ * queries meet.
  */
 #include "codec/codec.h"
-#include "core/rope.h"
+#include "codec/ladder.h"
+#include "core/ladder.h"
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
@@ -14,8 +16,7 @@ static bool pre_rope(const akv_job *job)
     return job->header->rotary_dim != 0 && job->experiment->anchor_space == AKV_ANCHOR_PRE_ROPE;
 }
 
-/* Row of one side in anchor space: keys un-turned (unless projected post-RoPE), values as they are. */
-static void anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out)
+void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out)
 {
     const akv_layer *layer = job->layer;
     if (side == AKV_SIDE_V) {
@@ -23,64 +24,133 @@ static void anchor_space_row(const akv_job *job, int side, uint32_t head, uint64
         return;
     }
     akv_tensor_row(&layer->keys, head, (int64_t)token, job->dk, out);
+    if (pre_rope(job)) {
+        akv_rope_walk_to(walk, akv_position_of(layer, token));
+        akv_rope_turn(out, job->dk, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, -1,
+                      1.0 / layer->rope.magnitude, out);
+    }
+    if (job->mean[AKV_SIDE_K] != NULL) {
+        const float *mean = job->mean[AKV_SIDE_K] + (size_t)head * job->dk;
+        for (uint32_t i = 0; i < job->dk; i++)
+            out[i] -= mean[i];
+    }
+}
+
+/* A residual in anchor space -> as the queries meet it. In place. */
+static void turn_residual(const akv_job *job, uint64_t token, akv_rope_walk *walk, float *r)
+{
+    const akv_layer *layer = job->layer;
     if (!pre_rope(job))
         return;
     akv_rope_walk_to(walk, akv_position_of(layer, token));
-    akv_rope_turn(out, job->dk, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, -1,
-                  1.0 / layer->rope.magnitude, out);
+    akv_rope_turn(r, job->dk, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, 1, layer->rope.magnitude, r);
 }
 
-/* Round the chosen tokens to bf16 anchors and keep their unit vectors for the search. Task = head * 2 + side. */
-static void store_anchor_vectors(void *opaque, size_t task)
+/* ------------------------------------------------------------------------------------------------------- storing */
+
+/* One vector as an anchor: bf16 (PLAIN), or 8 bits with a scale (LADDER). x becomes what is read back. */
+static void store_anchor(akv_job *job, int side, uint32_t head, uint32_t a, float *x)
 {
-    akv_job *job = opaque;
-    const uint32_t head = (uint32_t)(task / 2);
-    const int side = (int)(task % 2);
     const uint32_t dim = job->header->head_dim[side];
-    const uint32_t *tokens = (const uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k;
-    uint16_t *anchors = (uint16_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) + (size_t)head * job->k * dim;
-    float *unit = job->unit[side] + (size_t)head * job->k * dim;
-    uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
-    akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
-    for (uint32_t a = 0; a < job->k; a++) {
-        anchor_space_row(job, side, head, tokens[a], &walk, s->vector);
-        double norm = 0.0;
+    const size_t at = (size_t)head * job->k + a;
+    if (job->ladder == NULL) {
+        uint16_t *out = (uint16_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) + at * dim;
         for (uint32_t i = 0; i < dim; i++) {
-            uint16_t h = akv_f32_to_bf16(s->vector[i]);
-            double x = akv_bf16_to_f32(h);
-            anchors[(size_t)a * dim + i] = h;
-            norm += x * x;
+            out[i] = akv_f32_to_bf16(x[i]);
+            x[i] = akv_bf16_to_f32(out[i]);
         }
-        norm = norm > 0.0 ? 1.0 / sqrt(norm) : 0.0;
-        for (uint32_t i = 0; i < dim; i++)
-            unit[(size_t)a * dim + i] = (float)(akv_bf16_to_f32(anchors[(size_t)a * dim + i]) * norm);
+        return;
     }
-    akv_return_slot(job->slots, slot);
-}
-
-/* |x| such that x * x does not overflow: the cosine rank only. */
-static float norm_of(const float *x, uint32_t dim)
-{
-    double sum = 0.0;
+    int8_t *out = (int8_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) + at * dim;
+    uint16_t *scale = (uint16_t *)akv_job_section(job, AKV_SEC_ANCHOR_SCALES + side) + at;
+    const float *units = job->unit_of[side] + (size_t)head * dim;
+    float absmax = 0.0f; /* in units: without them the few large coordinates of keys would cost the others their digits */
     for (uint32_t i = 0; i < dim; i++)
-        sum += (double)x[i] * x[i];
-    return (float)sqrt(sum);
+        absmax = fabsf(x[i]) > absmax * units[i] ? fabsf(x[i]) / units[i] : absmax;
+    *scale = akv_f32_to_f16(absmax / 127.0f);
+    float s = akv_f16_to_f32(*scale);
+    for (uint32_t i = 0; i < dim; i++) {
+        float q = s > 0.0f ? rintf(x[i] / (s * units[i])) : 0.0f;
+        q = q > 127.0f ? 127.0f : q < -127.0f ? -127.0f : q;
+        out[i] = (int8_t)q;
+        x[i] = q * s * units[i];
+    }
 }
 
 static void set_index(const akv_job *job, int side, uint32_t head, uint64_t token, uint32_t anchor)
 {
     uint8_t *index = akv_job_section(job, AKV_SEC_INDEX + side);
-    if (job->k <= 256)
+    if (job->ladder != NULL) {
+        uint32_t bits = job->header->index_bits;
+        uint64_t bit = token * bits;
+        index += head * akv_div_up(job->S * bits, 8) + (bit >> 3);
+        for (uint32_t word = anchor << (bit & 7); word != 0; word >>= 8)
+            *index++ |= (uint8_t)word;
+    } else if (job->k <= 256) {
         index[head * job->S + token] = (uint8_t)anchor;
-    else
+    } else {
         ((uint16_t *)(void *)index)[head * job->S + token] = (uint16_t)anchor;
+    }
 }
 
 static uint32_t get_index(const akv_job *job, int side, uint32_t head, uint64_t token)
 {
     const uint8_t *index = akv_job_section(job, AKV_SEC_INDEX + side);
     return job->k <= 256 ? index[head * job->S + token] : ((const uint16_t *)(const void *)index)[head * job->S + token];
+}
+
+/* Round and store a coefficient; returns what is read back. own: the token is the anchor. */
+static float store_coefficient(akv_job *job, int side, uint32_t head, uint64_t token, float gamma, bool own)
+{
+    if (job->ladder == NULL) {
+        uint16_t h = own ? 0x3c00 : akv_f32_to_f16(gamma);
+        ((uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side))[head * job->S + token] = h;
+        return akv_f16_to_f32(h);
+    }
+    uint8_t *nibbles = (uint8_t *)akv_job_section(job, AKV_SEC_COEFF + side) + head * akv_div_up(job->S, 2);
+    float code = rintf(gamma / AKV_COEFF_STEP);
+    int c = own ? AKV_COEFF_SELF : code > 7.0f ? 7 : code < -7.0f ? -7 : (int)code;
+    nibbles[token >> 1] |= (uint8_t)((c & 15) << ((token & 1) * 4));
+    return own ? 1.0f : (float)c * AKV_COEFF_STEP;
+}
+
+/* Task = head * 2 + side. */
+static void store_anchors_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    const uint32_t head = (uint32_t)(task / 2);
+    const int side = (int)(task % 2);
+    const uint32_t dim = job->header->head_dim[side];
+    const uint32_t *anchor_of = job->anchor_of + head * job->S;
+    uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
+    akv_codec_scratch *s = &job->scratch[slot];
+    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    for (uint64_t t = 0; t < job->S; t++) {
+        if (anchor_of[t] == 0)
+            continue;
+        uint32_t a = anchor_of[t] - 1;
+        float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
+        float *unit = job->unit[side] + ((size_t)head * job->k + a) * dim;
+        akv_anchor_space_row(job, side, head, t, &walk, anchor);
+        store_anchor(job, side, head, a, anchor);
+        double norm = 0.0;
+        for (uint32_t i = 0; i < dim; i++)
+            norm += (double)anchor[i] * anchor[i];
+        norm = norm > 0.0 ? 1.0 / sqrt(norm) : 0.0;
+        for (uint32_t i = 0; i < dim; i++)
+            unit[i] = (float)(anchor[i] * norm);
+    }
+    akv_return_slot(job->slots, slot);
+}
+
+/* ---------------------------------------------------------------------------------------------------- projecting */
+
+static float norm_of(const float *x, uint32_t dim)
+{
+    double sum = 0.0;
+    for (uint32_t i = 0; i < dim; i++)
+        sum += (double)x[i] * x[i];
+    return (float)sqrt(sum);
 }
 
 /*
@@ -90,9 +160,8 @@ static uint32_t get_index(const akv_job *job, int side, uint32_t head, uint64_t 
 static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows, akv_codec_scratch *s)
 {
     const uint32_t dim = job->header->head_dim[side];
-    const uint16_t *anchors = (const uint16_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) + (size_t)head * job->k * dim;
+    const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
     const float *unit = job->unit[side] + (size_t)head * job->k * dim;
-    uint16_t *coeff = (uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side) + head * job->S;
     uint32_t nearest[AKV_TILE_TOKENS];
 
     for (uint32_t i = 0; i < n; i++) {
@@ -116,23 +185,20 @@ static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uin
         uint32_t own = job->anchor_of[head * job->S + t0 + i];
         float norm = norm_of(x, dim);
         s->best[i] = norm > 0.0f ? s->best[i] / norm : 1.0f;
-        if (own != 0) {
+        if (own != 0) { /* exact up to the anchor's own rounding, which residuals do not mend */
             nearest[i] = own - 1;
-            coeff[t0 + i] = 0x3c00; /* 1.0 */
+            store_coefficient(job, side, head, t0 + i, 1.0f, true);
             memset(x, 0, dim * sizeof *x);
         } else {
-            const uint16_t *a = anchors + (size_t)nearest[i] * dim;
+            const float *a = anchors + (size_t)nearest[i] * dim;
             double xa = 0.0, aa = 0.0;
             for (uint32_t d = 0; d < dim; d++) {
-                double v = akv_bf16_to_f32(a[d]);
-                xa += x[d] * v;
-                aa += v * v;
+                xa += (double)x[d] * a[d];
+                aa += (double)a[d] * a[d];
             }
-            uint16_t h = akv_f32_to_f16(aa > 0.0 ? (float)(xa / aa) : 0.0f);
-            float gamma = akv_f16_to_f32(h);
-            coeff[t0 + i] = h;
+            float gamma = store_coefficient(job, side, head, t0 + i, aa > 0.0 ? (float)(xa / aa) : 0.0f, false);
             for (uint32_t d = 0; d < dim; d++)
-                x[d] -= gamma * akv_bf16_to_f32(a[d]);
+                x[d] -= gamma * a[d];
         }
         set_index(job, side, head, t0 + i, nearest[i]);
     }
@@ -150,8 +216,8 @@ static void utilities(akv_job *job, uint32_t head, uint32_t n, const float *valu
     const akv_kernels *kernels = akv_kernels_best();
     double u_k[AKV_TILE_TOKENS] = {0}, u_v[AKV_TILE_TOKENS] = {0};
     for (uint32_t r = 0; r < job->rows; r++) {
-        float *l = s->logits + (size_t)r * AKV_TILE_TOKENS, *e = s->errors + (size_t)r * AKV_TILE_TOKENS;
-        const float *vy = s->cross + (size_t)r * AKV_TILE_TOKENS;
+        float *l = s->logits + (size_t)r * AKV_TILE_STRIDE, *e = s->errors + (size_t)r * AKV_TILE_STRIDE;
+        const float *vy = s->cross + (size_t)r * AKV_TILE_STRIDE;
         float y_sq = job->output_sq[first + r], inverse = job->inverse[first + r], max = job->max[first + r];
         if (cap != 0.0f)
             for (uint32_t i = 0; i < n; i++)
@@ -170,11 +236,31 @@ static void utilities(akv_job *job, uint32_t head, uint32_t n, const float *valu
     }
 }
 
+/* Replace utilities by another rule (ablations), and take anchors and overflow out of the contest. */
+static void finish_ranks(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, float *rank[AKV_SIDES],
+                         float residual_sq[AKV_SIDES][AKV_TILE_TOKENS], float cosine[AKV_SIDES][AKV_TILE_TOKENS], akv_rng *rng)
+{
+    for (int side = 0; side < AKV_SIDES; side++)
+        for (uint32_t i = 0; i < n; i++) {
+            float *r = &rank[side][i];
+            switch (job->experiment->rank) {
+            case AKV_RANK_UTILITY: break;
+            case AKV_RANK_COSINE: *r = cosine[side][i] < 1.0f ? 1.0f - cosine[side][i] : 0.0f; break;
+            case AKV_RANK_NORM: *r = residual_sq[side][i]; break;
+            case AKV_RANK_ATTENTION: *r = job->score[head * job->S + t0 + i]; break;
+            case AKV_RANK_RANDOM: *r = (float)(akv_rng_next(rng) >> 40); break;
+            }
+            if (job->anchor_of[head * job->S + t0 + i] != 0)
+                *r = -1.0f; /* exact already */
+            else if (!(*r >= 0.0f))
+                *r = 0.0f; /* overflow of absurdly large inputs */
+        }
+}
+
 static void project_task(void *opaque, size_t task)
 {
     akv_job *job = opaque;
     const akv_layer *layer = job->layer;
-    const akv_rank rule = job->experiment->rank;
     const uint32_t head = (uint32_t)(task / job->num_ranges), dk = job->dk, dv = job->dv;
     const uint64_t begin = task % job->num_ranges * AKV_RANGE_TOKENS;
     const uint64_t end = job->S - begin < AKV_RANGE_TOKENS ? job->S : begin + AKV_RANGE_TOKENS;
@@ -190,11 +276,13 @@ static void project_task(void *opaque, size_t task)
         float *rank[AKV_SIDES] = {job->rank[0] + head * job->S + t0, job->rank[1] + head * job->S + t0};
         for (uint32_t i = 0; i < n; i++) {
             akv_tensor_row(&layer->keys, head, (int64_t)(t0 + i), dk, s->post + (size_t)i * dk);
-            anchor_space_row(job, AKV_SIDE_K, head, t0 + i, &walk, s->pre + (size_t)i * dk);
+            akv_anchor_space_row(job, AKV_SIDE_K, head, t0 + i, &walk, s->pre + (size_t)i * dk);
             akv_tensor_row(&layer->values, head, (int64_t)(t0 + i), dv, s->value + (size_t)i * dv);
             value_sq[i] = akv_dot_f32(s->value + (size_t)i * dv, s->value + (size_t)i * dv, dv);
         }
-        akv_gemm_nt(job->rows, n, dv, outputs, dv, s->value, dv, s->cross, AKV_TILE_TOKENS);
+        akv_gemm_nt(job->rows, n, dv, outputs, dv, s->value, dv, s->cross, AKV_TILE_STRIDE);
+        if (job->ladder != NULL)
+            akv_ladder_value_deviation(job, head, t0, n, s->value);
 
         project_tile(job, AKV_SIDE_K, head, t0, n, s->pre, s);
         memcpy(cosine[AKV_SIDE_K], s->best, n * sizeof(float));
@@ -202,57 +290,47 @@ static void project_task(void *opaque, size_t task)
         memcpy(cosine[AKV_SIDE_V], s->best, n * sizeof(float));
         for (uint32_t i = 0; i < n; i++) {
             float *r_k = s->pre + (size_t)i * dk, *r_v = s->value + (size_t)i * dv;
-            if (pre_rope(job)) { /* the key residual as the queries meet it */
-                akv_rope_walk_to(&walk, akv_position_of(layer, t0 + i));
-                akv_rope_turn(r_k, dk, layer->rope.rotary_dim, layer->rope.style, walk.cosine, walk.sine, 1,
-                              layer->rope.magnitude, r_k);
-            }
+            turn_residual(job, t0 + i, &walk, r_k);
             residual_sq[AKV_SIDE_K][i] = akv_dot_f32(r_k, r_k, dk);
             residual_sq[AKV_SIDE_V][i] = akv_dot_f32(r_v, r_v, dv);
         }
-
-        if (rule == AKV_RANK_UTILITY) {
+        akv_gemm_nt(job->rows, n, dk, queries, dk, s->pre, dk, s->errors, AKV_TILE_STRIDE);
+        if (job->ladder != NULL) {
+            akv_ladder_second_moments(job, task, n, s->pre, s->value);
+            akv_ladder_utilities(job, head, t0, n, residual_sq[AKV_SIDE_K], residual_sq[AKV_SIDE_V], value_sq, s,
+                                 rank[AKV_SIDE_K], rank[AKV_SIDE_V]);
+        } else if (job->experiment->rank == AKV_RANK_UTILITY) {
             akv_observed_logits(job, head, t0, n, s->post, s->logits);
-            akv_gemm_nt(job->rows, n, dk, queries, dk, s->pre, dk, s->errors, AKV_TILE_TOKENS);
             utilities(job, head, n, residual_sq[AKV_SIDE_V], value_sq, s, rank[AKV_SIDE_K], rank[AKV_SIDE_V]);
         }
-        for (int side = 0; side < AKV_SIDES; side++)
-            for (uint32_t i = 0; i < n; i++) {
-                if (rule == AKV_RANK_COSINE)
-                    rank[side][i] = cosine[side][i] < 1.0f ? 1.0f - cosine[side][i] : 0.0f;
-                else if (rule == AKV_RANK_NORM)
-                    rank[side][i] = residual_sq[side][i];
-                else if (rule == AKV_RANK_ATTENTION)
-                    rank[side][i] = job->score[head * job->S + t0 + i];
-                else if (rule == AKV_RANK_RANDOM)
-                    rank[side][i] = (float)(akv_rng_next(&rng) >> 40);
-                if (job->anchor_of[head * job->S + t0 + i] != 0)
-                    rank[side][i] = -1.0f; /* exact already */
-                else if (!(rank[side][i] >= 0.0f))
-                    rank[side][i] = 0.0f; /* overflow of absurdly large inputs */
-            }
+        finish_ranks(job, head, t0, n, rank, residual_sq, cosine, &rng);
     }
     akv_return_slot(job->slots, slot);
 }
 
 void akv_project(akv_job *job)
 {
-    akv_parallel_for(job->config->executor, store_anchor_vectors, job, (size_t)job->H * 2);
+    akv_parallel_for(job->config->executor, store_anchors_task, job, (size_t)job->H * 2);
     akv_parallel_for(job->config->executor, project_task, job, (size_t)(job->H * job->num_ranges));
 }
 
 void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out)
 {
-    const akv_layer *layer = job->layer;
     const uint32_t dim = job->header->head_dim[side];
-    const uint16_t *anchor = (const uint16_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) +
-                             ((size_t)head * job->k + get_index(job, side, head, token)) * dim;
-    const uint16_t *coeff = (const uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side);
-    float gamma = akv_f16_to_f32(coeff[head * job->S + token]);
-    anchor_space_row(job, side, head, token, walk, out);
+    uint32_t a;
+    float gamma;
+    if (job->ladder != NULL) {
+        akv_ladder_view v = akv_ladder_writer_view(job, side, head);
+        a = akv_ladder_index(&v, token);
+        gamma = (float)akv_ladder_coeff(&v, token) * AKV_COEFF_STEP;
+    } else {
+        a = get_index(job, side, head, token);
+        gamma = akv_f16_to_f32(((const uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side))[head * job->S + token]);
+    }
+    const float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
+    akv_anchor_space_row(job, side, head, token, walk, out);
     for (uint32_t i = 0; i < dim; i++)
-        out[i] -= gamma * akv_bf16_to_f32(anchor[i]);
-    if (side == AKV_SIDE_K && pre_rope(job))
-        akv_rope_turn(out, dim, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, 1, layer->rope.magnitude,
-                      out);
+        out[i] -= gamma * anchor[i];
+    if (side == AKV_SIDE_K)
+        turn_residual(job, token, walk, out);
 }

@@ -40,24 +40,44 @@ void akv_layout_sections(akv_header *h, bool has_positions)
     uint64_t S = h->num_tokens, H = h->num_kv_heads, k = h->num_anchors;
     uint64_t bytes[AKV_SEC_ROOM] = {0};
 
+    const uint64_t blocks = akv_div_up(S, AKV_BLOCK_TOKENS);
+    const bool ladder = h->coding == AKV_CODING_LADDER;
     if (h->kind == AKV_SEGMENT_COMPRESSED) {
         bytes[AKV_SEC_INV_FREQ] = (uint64_t)h->rotary_dim / 2 * 8;
         bytes[AKV_SEC_POSITIONS] = has_positions ? S * 4 : 0;
-        bytes[AKV_SEC_ANCHOR_TOKENS] = H * k * 4;
+        bytes[AKV_SEC_ANCHOR_TOKENS] = ladder ? 0 : H * k * 4;
     }
     for (int side = 0; side < AKV_SIDES; side++) {
         uint64_t dim = h->head_dim[side], n = h->num_residuals[side];
         if (h->kind == AKV_SEGMENT_DENSE) {
             bytes[AKV_SEC_DENSE + side] = H * S * dim * akv_dtype_bytes((akv_dtype)h->dense_dtype);
-            continue;
+        } else if (!ladder) {
+            bytes[AKV_SEC_ANCHORS + side] = H * k * dim * 2;
+            bytes[AKV_SEC_INDEX + side] = H * S * (k <= 256 ? 1 : 2);
+            bytes[AKV_SEC_COEFF + side] = H * S * 2;
+            bytes[AKV_SEC_LEVELS + side] = H * akv_div_up(S, 8);
+            bytes[AKV_SEC_RANKS + side] = (H * blocks + 1) * 8;
+            bytes[AKV_SEC_GAINS + side] = n * 2;
+            bytes[AKV_SEC_CODES + side] = n * akv_code_bytes((uint32_t)dim);
+        } else {
+            uint64_t cols = h->basis_cols[side], coords = akv_num_coords(h, side);
+            bytes[AKV_SEC_ANCHORS + side] = H * k * dim;
+            bytes[AKV_SEC_ANCHOR_SCALES + side] = H * k * 2;
+            bytes[AKV_SEC_UNITS + side] = H * dim * 2;
+            bytes[AKV_SEC_INDEX + side] = H * akv_div_up(S * h->index_bits, 8) + 4;
+            bytes[AKV_SEC_COEFF + side] = H * akv_div_up(S, 2);
+            bytes[AKV_SEC_BASIS + side] = H * cols * h->basis_dim[side];
+            bytes[AKV_SEC_BASIS_SCALES + side] = H * cols * 4;
+            bytes[AKV_SEC_SIGMAS + side] = H * coords * 2;
+            bytes[AKV_SEC_TABLES + side] = H * h->num_levels * akv_div_up(coords, 4);
+            bytes[AKV_SEC_LEVELS + side] = H * akv_level_planes(h->num_levels) * akv_div_up(S, 8);
         }
-        bytes[AKV_SEC_ANCHORS + side] = H * k * dim * 2;
-        bytes[AKV_SEC_INDEX + side] = H * S * (k <= 256 ? 1 : 2);
-        bytes[AKV_SEC_COEFF + side] = H * S * 2;
-        bytes[AKV_SEC_LEVELS + side] = H * akv_div_up(S, 8);
-        bytes[AKV_SEC_RANKS + side] = (H * akv_div_up(S, AKV_BLOCK_TOKENS) + 1) * 8;
-        bytes[AKV_SEC_GAINS + side] = n * 2;
-        bytes[AKV_SEC_CODES + side] = n * akv_code_bytes((uint32_t)dim);
+    }
+    if (h->kind == AKV_SEGMENT_COMPRESSED && ladder) {
+        bytes[AKV_SEC_MEAN] = H * h->head_dim[AKV_SIDE_K] * 2;
+        bytes[AKV_SEC_COORDS] = (uint64_t)h->head_dim[AKV_SIDE_K] * 2;
+        bytes[AKV_SEC_RANKS] = (H * blocks * 2 + 1) * 8;
+        bytes[AKV_SEC_CODES] = h->code_bytes;
     }
 
     uint64_t at = sizeof(akv_header);

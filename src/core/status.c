@@ -56,7 +56,7 @@ akv_status akv_fail(akv_diag *diag, akv_status status, const char *format, ...)
 void akv_config_init(akv_config *config)
 {
     AKV_INIT(config);
-    config->profile = AKV_PROFILE_PAPER;
+    config->profile = AKV_PROFILE_DEFAULT;
     config->keep_ratio = 0.1;
 }
 
@@ -99,4 +99,23 @@ void akv_experiment_init(akv_experiment *experiment)
     experiment->rho = 0.7;
     experiment->pool_width = 7;
     experiment->tokens_per_anchor = 128;
+}
+
+void akv_experiment_init_default(akv_experiment *experiment)
+{
+    static const uint16_t level_bits[] = {24, 48, 80, 128, 192, 256, 512};
+    akv_experiment_init(experiment);
+    experiment->scale_rule = AKV_SCALE_LEAST_SQUARES;
+    experiment->rho = 0.5;
+    experiment->tokens_per_anchor = 43;
+    experiment->sinks = 4;
+    experiment->pool_tokens = 16;
+    experiment->incoherent = 0.5;
+    experiment->floor = 0.2;
+    experiment->value_boost = 3.0;
+    experiment->query_mix = 0.2;
+    experiment->slow_angle = 6.0;
+    experiment->basis_cols = 96;
+    experiment->num_levels = sizeof level_bits / sizeof *level_bits;
+    memcpy(experiment->level_bits, level_bits, sizeof level_bits);
 }

@@ -4,6 +4,7 @@
  * Written with the compiler's generic vectors of 16 floats: a wider machine uses fewer registers for the same lanes, and
  * since sums run over the same lanes in the same order and nothing is contracted, every variant gives the same bits.
  */
+#include "core/ladder.h"
 #include "kernels/kernels.h"
 
 #ifdef __GNUC__
@@ -15,6 +16,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef int8_t i8x16 __attribute__((vector_size(16)));
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE f32x16 load_f32(const float *p)
@@ -153,6 +155,41 @@ static void anchor_logits(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, 
     rows_dot(rows, num_rows, x, dim, gamma, out, out_stride);
 }
 
+/* n centred 8-bit numbers -> f32. */
+INLINE void centred_row(const int8_t *a, float weight, const float *mean, uint32_t n, float *out)
+{
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        i8x16 b;
+        memcpy(&b, a + i, sizeof b);
+        store_f32(out + i, weight * __builtin_convertvector(__builtin_convertvector(b, i32x16), f32x16) + load_f32(mean + i));
+    }
+    for (; i < n; i++)
+        out[i] = weight * (float)a[i] + mean[i];
+}
+
+static void centred_logits(const int8_t *a, float weight, const float *mean, uint32_t dim, uint32_t rotary_dim,
+                           akv_rope_style style, const float *cosine, const float *sine, const float *rows, uint32_t num_rows,
+                           float *out_logits, size_t out_stride)
+{
+    float x[AKV_KERNEL_MAX_DIM], out[AKV_KERNEL_MAX_DIM];
+    const uint32_t r = rotary_dim / 2;
+    uint32_t j = 0;
+    centred_row(a, weight, mean, dim, x);
+    if (style == AKV_ROPE_HALF_SPLIT)
+        for (; j + LANES <= r; j += LANES) {
+            f32x16 a0 = load_f32(x + j), a1 = load_f32(x + j + r);
+            TURN(a0, a1);
+        }
+    for (; j < r; j++) {
+        float a0 = style == AKV_ROPE_HALF_SPLIT ? x[j] : x[2 * j], a1 = style == AKV_ROPE_HALF_SPLIT ? x[j + r] : x[2 * j + 1];
+        out[j] = a0 * cosine[j] - a1 * sine[j];
+        out[j + r] = a0 * sine[j] + a1 * cosine[j];
+    }
+    memcpy(out + rotary_dim, x + rotary_dim, (dim - rotary_dim) * sizeof *out);
+    rows_dot(rows, num_rows, out, dim, 1.0f, out_logits, out_stride);
+}
+
 static void unpack_group(const uint8_t *codes, uint32_t g, uint32_t dim, float inner, float outer, float *out)
 {
     const float levels[4] = {-outer, -inner, inner, outer};
@@ -184,6 +221,49 @@ static void unpack_group(const uint8_t *codes, uint32_t g, uint32_t dim, float i
         o[3] = levels[codes[i] >> 6];
     }
 #endif
+}
+
+static void unpack_level(const uint8_t *codes, uint32_t g, const uint8_t *widths, uint32_t count, float *out)
+{
+    float levels16[16];
+    akv_levels16(levels16);
+    if (g < AKV_GROUP_LANES) {
+        uint64_t bit = 0;
+        for (uint32_t i = 0; i < count; i++) {
+            const uint32_t width = widths[i];
+            for (uint32_t r = 0; r < AKV_GROUP_LANES; r++) {
+                uint64_t at = bit + (uint64_t)r * width;
+                float level = 0.0f;
+                if (r < g) {
+                    uint32_t n = codes[at >> 3] >> (at & 7);
+                    if ((at & 7) + width > 8)
+                        n |= (uint32_t)codes[(at >> 3) + 1] << (8 - (at & 7));
+                    n &= (1u << width) - 1u;
+                    level = width == 1 ? (n ? akv_lm1 : -akv_lm1) : width == 2 ? akv_levels_lloyd_max[n] : levels16[n];
+                }
+                out[i * AKV_GROUP_LANES + r] = level;
+            }
+            bit += (uint64_t)g * width;
+        }
+        return;
+    }
+    for (uint32_t i = 0; i < count; i++) {
+        float *o = out + i * AKV_GROUP_LANES;
+        if (widths[i] == 1) {
+            uint32_t word = codes[0] | (uint32_t)codes[1] << 8;
+            u32x16 c = ((u32x16){0} + word) >> (u32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            u32x16 negative = (~c & 1u) << 31;
+            store_f32(o, (f32x16)(negative | akv_bits_f32(akv_lm1)));
+        } else if (widths[i] == 2) {
+            unpack_group(codes, AKV_GROUP_LANES, 1, AKV_LLOYD_MAX_INNER, AKV_LLOYD_MAX_OUTER, o);
+        } else {
+            for (uint32_t b = 0; b < 8; b++) {
+                o[2 * b] = levels16[codes[b] & 15u];
+                o[2 * b + 1] = levels16[codes[b] >> 4];
+            }
+        }
+        codes += widths[i] * 2;
+    }
 }
 
 static void group_dot(const float *rows, uint32_t num_rows, const float *group, uint32_t dim, float *out)
@@ -286,6 +366,6 @@ static float scale_max(float *x, uint32_t n, float scale, float max)
 }
 
 const akv_kernels AKV_ISA(akv_kernels) = {
-    AKV_ISA_NAME, row_f32,      rows_dot,  rows_axpy,        turn_bf16, anchor_logits,
-    unpack_group, group_dot, group_accumulate, exp_sum,   scale_max,
+    AKV_ISA_NAME, row_f32,      rows_dot,     rows_axpy, turn_bf16,        anchor_logits, centred_logits,
+    unpack_level, unpack_group, group_dot, group_accumulate, exp_sum,   scale_max,
 };

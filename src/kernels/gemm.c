@@ -21,6 +21,14 @@ void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, c
                 (int)ldc);
 }
 
+void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc)
+{
+    if (m == 0 || n == 0 || k == 0)
+        return;
+    cblas_sgemm(CblasRowMajor, CblasTrans, CblasNoTrans, (int)m, (int)n, (int)k, 1.0f, a, (int)lda, b, (int)ldb, 1.0f, c,
+                (int)ldc);
+}
+
 #else
 
 void akv_gemm_nt(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc)
@@ -35,6 +43,14 @@ void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, c
     for (size_t i = 0; i < m; i++)
         for (size_t l = 0; l < k; l++)
             akv_axpy_f32(a[i * lda + l], b + l * ldb, c + i * ldc, (uint32_t)n);
+}
+
+void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc)
+{
+    for (size_t l = 0; l < k; l++)
+        for (size_t i = 0; i < m; i++)
+            if (a[l * lda + i] != 0.0f)
+                akv_axpy_f32(a[l * lda + i], b + l * ldb, c + i * ldc, (uint32_t)n);
 }
 
 #endif

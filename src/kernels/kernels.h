@@ -42,6 +42,19 @@ typedef struct akv_kernels {
                           const float *sine, float gamma, const float *rows, uint32_t num_rows, float *out, size_t out_stride);
 
     /*
+     * One anchor of 8 bits, centred: x = weight * a + mean, turned as turn_bf16 does, then out[r * out_stride] = <rows[r], x>.
+     */
+    void (*centred_logits)(const int8_t *a, float weight, const float *mean, uint32_t dim, uint32_t rotary_dim,
+                           akv_rope_style style, const float *cosine, const float *sine, const float *rows, uint32_t num_rows,
+                           float *out, size_t out_stride);
+
+    /*
+     * A group of g residuals of a LADDER level (layout.h), widths 1, 2 or 4 bits per coordinate -> Lloyd-Max levels:
+     * out[i * AKV_GROUP_LANES + r], lanes >= g are 0.
+     */
+    void (*unpack_level)(const uint8_t *codes, uint32_t g, const uint8_t *widths, uint32_t count, float *out);
+
+    /*
      * A group of g <= AKV_GROUP_LANES 2-bit codes (layout.h) -> levels -outer, -inner, inner, outer:
      * out[i * AKV_GROUP_LANES + r] is coordinate i of residual r; lanes >= g are 0.
      */
@@ -100,6 +113,10 @@ void akv_gemm_nt(size_t m, size_t n, size_t k, const float *a, size_t lda, const
 
 /* c[m, n] += a[m, k] . b[k, n]. */
 void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
+                     size_t ldc);
+
+/* c[m, n] += a[k, m]^T . b[k, n]. */
+void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
                      size_t ldc);
 
 #endif

@@ -1,0 +1,189 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * basis.c - the transform of each KV head and side, and how many bits each coordinate gets at each level (docs/method.md
+ * "transform"). Keys: eigenvectors over the coordinates that hardly turn within the segment, the others as they are; values:
+ * eigenvectors over all. Bits by greedy water-filling on variance x how strongly queries look along the coordinate.
+ */
+#include "codec/ladder.h"
+#include "core/slots.h"
+#include "kernels/kernels.h"
+
+/* u^T m u for a row u over the leading n coordinates of m [dim, dim]. */
+static double quadratic(const float *u, const float *m, uint32_t n, uint32_t dim)
+{
+    double sum = 0.0;
+    for (uint32_t i = 0; i < n; i++)
+        sum += (double)u[i] * akv_dot_f32(u, m + (size_t)i * dim, n);
+    return sum;
+}
+
+typedef struct akv_gain {
+    double per_bit;
+    uint32_t coord;
+    uint32_t step; /* 0: 0 -> 1 bit, 1: 1 -> 2, 2: 2 -> 4 */
+} akv_gain;
+
+/* Largest gain first; ties by coordinate, then step, so that the order is total. */
+static bool before(const akv_gain *a, const akv_gain *b)
+{
+    if (a->per_bit != b->per_bit)
+        return a->per_bit > b->per_bit;
+    return a->coord != b->coord ? a->coord < b->coord : a->step < b->step;
+}
+
+static void sort_gains(akv_gain *g, uint32_t n)
+{
+    for (uint32_t gap = n / 2; gap > 0; gap /= 2) /* shell sort: n is a few hundred */
+        for (uint32_t i = gap; i < n; i++) {
+            akv_gain x = g[i];
+            uint32_t j = i;
+            for (; j >= gap && before(&x, &g[j - gap]); j -= gap)
+                g[j] = g[j - gap];
+            g[j] = x;
+        }
+}
+
+/*
+ * Table entries of all levels for weights w[coords]: the best marginal gains per bit until a level is full, so that levels are nested.
+ * `total` = the weight of all coordinates, also of those that can never get bits.
+ */
+static void water_fill(akv_job *job, int side, uint32_t head, const double *w, uint32_t coords, double total)
+{
+    static const uint32_t step_bits[3] = {1, 1, 2};
+    akv_ladder *ladder = job->ladder;
+    const uint32_t levels = job->header->num_levels;
+    akv_gain gains[3 * AKV_MAX_HEAD_DIM];
+    uint8_t entry[AKV_MAX_HEAD_DIM] = {0};
+    uint32_t n = 0, at = 0, bits = 0;
+    for (uint32_t c = 0; c < coords; c++)
+        for (uint32_t step = 0; step < 3; step++) {
+            akv_gain g = {w[c] * (akv_entry_distortion[step] - akv_entry_distortion[step + 1]) / step_bits[step], c, step};
+            gains[n++] = g;
+        }
+    sort_gains(gains, n);
+    double *distortion = ladder->distortion[side] + (size_t)head * (levels + 1);
+    distortion[0] = 1.0;
+    for (uint32_t l = 0; l < levels; l++) {
+        while (at < n && gains[at].per_bit > 0.0 && bits + step_bits[gains[at].step] <= ladder->options->level_bits[l]) {
+            entry[gains[at].coord] = (uint8_t)(gains[at].step + 1);
+            bits += step_bits[gains[at].step];
+            at++;
+        }
+        memcpy(ladder->entries[side] + ((size_t)head * levels + l) * coords, entry, coords);
+        ladder->level_bits[side][head * levels + l] = bits;
+        double left = total;
+        for (uint32_t c = 0; c < coords; c++)
+            left -= w[c] * (1.0 - akv_entry_distortion[entry[c]]);
+        distortion[l + 1] = total > 0.0 ? left / total : 0.0;
+    }
+}
+
+static void store_tables(akv_job *job, int side, uint32_t head, uint32_t coords)
+{
+    const uint32_t levels = job->header->num_levels;
+    const uint64_t row_bytes = akv_div_up(coords, 4);
+    uint8_t *tables = (uint8_t *)akv_job_section(job, AKV_SEC_TABLES + side) + (uint64_t)head * levels * row_bytes;
+    for (uint32_t l = 0; l < levels; l++) {
+        const uint8_t *entry = job->ladder->entries[side] + ((size_t)head * levels + l) * coords;
+        for (uint32_t c = 0; c < coords; c++)
+            tables[l * row_bytes + c / 4] |= (uint8_t)(entry[c] << (c % 4 * 2));
+    }
+}
+
+/* Task = head * 2 + side. */
+static void basis_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    akv_ladder *ladder = job->ladder;
+    const uint32_t head = (uint32_t)(task / 2);
+    const int side = (int)(task % 2);
+    const akv_header *h = job->header;
+    const uint32_t dim = h->head_dim[side], n = h->basis_dim[side], cols = h->basis_cols[side], coords = akv_num_coords(h, side);
+    const uint16_t *order = ladder->coords[side];
+    uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
+    float *moment = ladder->eigen + slot * ladder->eigen_floats, *query = moment + (size_t)dim * dim;
+    float *a = query + (size_t)dim * dim, *vectors = a + (size_t)dim * dim, *values = vectors + (size_t)dim * dim;
+    float *scratch = values + dim;
+    double w[AKV_MAX_HEAD_DIM], q2[AKV_MAX_HEAD_DIM], score[AKV_MAX_HEAD_DIM];
+
+    /* Mean second moments of the residuals, coordinates in basis order. */
+    const double count = (double)(job->S - job->k);
+    for (uint32_t i = 0; i < dim; i++)
+        for (uint32_t j = 0; j < dim; j++) {
+            double sum = 0.0;
+            for (uint64_t r = 0; r < job->num_ranges; r++)
+                sum += ladder->moments[side][((head * job->num_ranges + r) * dim + order[i]) * dim + order[j]];
+            moment[(size_t)i * dim + j] = count > 0 ? (float)(sum / count) : 0.0f;
+        }
+    for (uint32_t i = 0; i < n; i++)
+        memcpy(a + (size_t)i * n, moment + (size_t)i * dim, n * sizeof *a);
+    if (n > 0)
+        akv_eigen_symmetric(a, n, values, vectors, scratch);
+
+    /* How strongly late queries look along each direction, relative to the mean (keys only). */
+    double mean_q2 = 1.0;
+    const double mix = ladder->options->query_mix;
+    if (side == AKV_SIDE_K) {
+        memset(query, 0, (size_t)dim * dim * sizeof *query);
+        const float *late = ladder->late + (size_t)head * ladder->late_rows * dim;
+        akv_gemm_tn_add(dim, dim, ladder->late_rows, late, dim, late, dim, query, dim);
+        mean_q2 = 0.0;
+        for (uint32_t i = 0; i < dim; i++)
+            mean_q2 += query[(size_t)i * dim + i] / dim;
+    }
+#define QUERY_WEIGHT(energy) (side == AKV_SIDE_K && mean_q2 > 0.0 ? (1.0 - mix) * (energy) / mean_q2 + mix : 1.0)
+    for (uint32_t i = 0; i < n; i++) {
+        const float *u = vectors + (size_t)i * n;
+        w[i] = values[i] > 0.0f ? values[i] : 0.0;
+        q2[i] = QUERY_WEIGHT(quadratic(u, query, n, dim));
+        score[i] = w[i] * q2[i];
+    }
+
+    /* The cols directions of most weight, in 8 bits with a scale each. */
+    double total = 0.0;
+    for (uint32_t i = 0; i < n; i++)
+        total += score[i];
+    int8_t *stored = (int8_t *)akv_job_section(job, AKV_SEC_BASIS + side) + (size_t)head * cols * n;
+    float *scales = (float *)akv_job_section(job, AKV_SEC_BASIS_SCALES + side) + (size_t)head * cols;
+    double weight[AKV_MAX_HEAD_DIM], variance[AKV_MAX_HEAD_DIM];
+    for (uint32_t c = 0; c < cols; c++) {
+        uint32_t best = 0;
+        for (uint32_t i = 1; i < n; i++)
+            if (score[i] > score[best])
+                best = i;
+        const float *u = vectors + (size_t)best * n;
+        float *kept = ladder->basis[side] + ((size_t)head * cols + c) * n, absmax = 0.0f;
+        for (uint32_t i = 0; i < n; i++)
+            absmax = fabsf(u[i]) > absmax ? fabsf(u[i]) : absmax;
+        scales[c] = absmax / 127.0f;
+        for (uint32_t i = 0; i < n; i++) {
+            float q = scales[c] > 0.0f ? rintf(u[i] / scales[c]) : 0.0f;
+            stored[(size_t)c * n + i] = (int8_t)q;
+            kept[i] = q * scales[c];
+        }
+        variance[c] = quadratic(kept, moment, n, dim); /* of the direction as stored */
+        weight[c] = variance[c] * q2[best];
+        score[best] = -1.0;
+    }
+    for (uint32_t i = n; i < dim; i++) {
+        uint32_t c = cols + i - n;
+        variance[c] = moment[(size_t)i * dim + i];
+        weight[c] = variance[c] * QUERY_WEIGHT(query[(size_t)i * dim + i]);
+        total += weight[c];
+    }
+    uint16_t *sigmas = (uint16_t *)akv_job_section(job, AKV_SEC_SIGMAS + side) + (size_t)head * coords;
+    for (uint32_t c = 0; c < coords; c++) {
+        sigmas[c] = akv_f32_to_bf16((float)sqrt(variance[c] > 0.0 ? variance[c] : 0.0));
+        ladder->sigma[side][(size_t)head * coords + c] = akv_bf16_to_f32(sigmas[c]);
+        if (akv_bf16_to_f32(sigmas[c]) == 0.0f)
+            weight[c] = 0.0;
+    }
+    water_fill(job, side, head, weight, coords, total);
+    store_tables(job, side, head, coords);
+    akv_return_slot(job->slots, slot);
+}
+
+void akv_ladder_bases(akv_job *job)
+{
+    akv_parallel_for(job->config->executor, basis_task, job, (size_t)job->H * 2);
+}

@@ -1,0 +1,188 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ladder.c - layout and state of the LADDER coding, and the order of its steps. */
+#include "codec/ladder.h"
+#include "core/slots.h"
+#include "kernels/kernels.h"
+
+/* Bytes when every token that is no anchor takes the top level: more codes than that are never needed. */
+static uint64_t most_code_bytes(const akv_header *h, const akv_experiment *options)
+{
+    const uint64_t per_block = akv_run_bytes(AKV_BLOCK_TOKENS, options->level_bits[options->num_levels - 1]) + 2 * AKV_MAX_LEVELS;
+    return AKV_SIDES * h->num_kv_heads * akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS) * per_block;
+}
+
+bool akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t slow_dims, bool has_positions, uint64_t budget)
+{
+    h->coding = AKV_CODING_LADDER;
+    h->num_levels = options->num_levels;
+    h->index_bits = 1;
+    while ((h->num_anchors - 1) >> h->index_bits != 0)
+        h->index_bits++;
+    h->basis_dim[AKV_SIDE_K] = slow_dims;
+    h->basis_dim[AKV_SIDE_V] = h->head_dim[AKV_SIDE_V];
+    for (int side = 0; side < AKV_SIDES; side++)
+        h->basis_cols[side] = h->basis_dim[side] < options->basis_cols ? h->basis_dim[side] : options->basis_cols;
+    h->code_bytes = 0;
+    akv_layout_sections(h, has_positions);
+    uint64_t fixed = AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
+    if (fixed > budget)
+        return false;
+    uint64_t most = most_code_bytes(h, options);
+    h->code_bytes = (budget - fixed) / AKV_ALIGN * AKV_ALIGN;
+    if (h->code_bytes > most)
+        h->code_bytes = akv_round_up(most, AKV_ALIGN);
+    if (options->anchors_only)
+        h->code_bytes = 0;
+    akv_layout_sections(h, has_positions);
+    return true;
+}
+
+uint32_t akv_slow_coords(const akv_rope *rope, uint32_t dim, int64_t span, double slow_angle, uint16_t *order)
+{
+    uint32_t slow = 0, fast = dim;
+    for (uint32_t pass = 0; pass < 2; pass++) /* slow ones first, each group ascending by plane */
+        for (uint32_t j = 0; j < rope->rotary_dim / 2; j++) {
+            bool is_slow = fabs(rope->inv_freq[j]) * (double)span < slow_angle;
+            if (is_slow != (pass == 0))
+                continue;
+            uint32_t a = akv_plane_first(rope->style, j), b = akv_plane_second(rope->style, rope->rotary_dim, j);
+            if (is_slow) {
+                order[slow++] = (uint16_t)a;
+                order[slow++] = (uint16_t)b;
+            } else {
+                order[--fast] = (uint16_t)b;
+                order[--fast] = (uint16_t)a;
+            }
+        }
+    for (uint32_t i = rope->rotary_dim; i < dim; i++) /* without rotation: as slow as can be */
+        order[slow++] = (uint16_t)i;
+    return slow;
+}
+
+akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head)
+{
+    akv_segment writing;
+    memset(&writing, 0, sizeof writing);
+    writing.blob = job->blob;
+    return akv_view_ladder(&writing, side, head);
+}
+
+void akv_ladder_carve(akv_job *job, akv_arena *arena)
+{
+    akv_ladder *l = job->ladder;
+    const uint64_t H = job->H, S = job->S, levels = job->header->num_levels;
+    const uint32_t sampled = job->layer->sampled.data != NULL ? job->layer->num_sampled : 0;
+    uint64_t most_dim = job->dk > job->dv ? job->dk : job->dv;
+    l->late_rows = job->G * (sampled > 0 ? sampled : job->W);
+    l->deviation = AKV_TAKE(arena, float, H * S);
+    l->late = AKV_TAKE(arena, float, H * l->late_rows * job->dk);
+    l->query_sq = AKV_TAKE(arena, double, H);
+    l->hulls = AKV_TAKE(arena, akv_hull, H * AKV_SIDES);
+    for (int side = 0; side < AKV_SIDES; side++) {
+        const uint64_t dim = job->header->head_dim[side], coords = akv_num_coords(job->header, side);
+        job->mean[side] = AKV_TAKE(arena, float, H * dim);
+        job->unit_of[side] = AKV_TAKE(arena, float, H * dim);
+        l->moments[side] = AKV_TAKE(arena, float, H * job->num_ranges * dim * dim);
+        l->prior[side] = AKV_TAKE(arena, float, H * S);
+        l->basis[side] = AKV_TAKE(arena, float, H * job->header->basis_cols[side] * job->header->basis_dim[side]);
+        l->sigma[side] = AKV_TAKE(arena, float, H * coords);
+        l->entries[side] = AKV_TAKE(arena, uint8_t, H * levels * coords);
+        l->level_bits[side] = AKV_TAKE(arena, uint32_t, H * levels);
+        l->distortion[side] = AKV_TAKE(arena, double, H * (levels + 1));
+        l->level[side] = AKV_TAKE(arena, uint8_t, H * S);
+    }
+    l->eigen_floats = 4 * most_dim * most_dim + most_dim + akv_eigen_scratch_floats((uint32_t)most_dim);
+    l->eigen = AKV_TAKE(arena, float, job->num_slots * l->eigen_floats);
+}
+
+/* Means of one head and side: keys before the rotary embedding, rounded as stored. Task = head * 2 + side. */
+static void mean_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    const uint32_t head = (uint32_t)(task / 2);
+    const int side = (int)(task % 2);
+    const uint32_t dim = job->header->head_dim[side];
+    uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
+    akv_codec_scratch *s = &job->scratch[slot];
+    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    float *mean = job->mean[side] + (size_t)head * dim;
+    double sum[AKV_MAX_HEAD_DIM] = {0}, square[AKV_MAX_HEAD_DIM] = {0};
+    memset(mean, 0, dim * sizeof *mean); /* so that the row below is not centred yet */
+    for (uint64_t t = 0; t < job->S; t++) {
+        akv_anchor_space_row(job, side, head, t, &walk, s->vector);
+        for (uint32_t i = 0; i < dim; i++) {
+            sum[i] += s->vector[i];
+            square[i] += (double)s->vector[i] * s->vector[i];
+        }
+    }
+    uint16_t *stored = (uint16_t *)akv_job_section(job, AKV_SEC_MEAN) + (size_t)head * dim;
+    for (uint32_t i = 0; i < dim; i++) {
+        mean[i] = (float)(sum[i] / (double)job->S);
+        if (side == AKV_SIDE_K) {
+            stored[i] = akv_f32_to_bf16(mean[i]);
+            mean[i] = akv_bf16_to_f32(stored[i]);
+            square[i] -= sum[i] * sum[i] / (double)job->S;
+        }
+        square[i] = square[i] > 0.0 ? square[i] / (double)job->S : 0.0;
+    }
+    /* The two coordinates of a plane share their unit, so that it commutes with the rotation. */
+    for (uint32_t j = 0; side == AKV_SIDE_K && j < job->header->rotary_dim / 2; j++) {
+        uint32_t a = akv_plane_first(job->layer->rope.style, j), b = akv_plane_second(job->layer->rope.style, job->header->rotary_dim, j);
+        square[a] = square[b] = 0.5 * (square[a] + square[b]);
+    }
+    uint16_t *units = (uint16_t *)akv_job_section(job, AKV_SEC_UNITS + side) + (size_t)head * dim;
+    for (uint32_t i = 0; i < dim; i++) {
+        units[i] = akv_f32_to_bf16(square[i] > 1e-30 ? (float)sqrt(square[i]) : 1.0f);
+        job->unit_of[side][(size_t)head * dim + i] = akv_bf16_to_f32(units[i]);
+    }
+    akv_return_slot(job->slots, slot);
+}
+
+/* The queries that weight the key coordinates, turned to the segment's end, in basis order. */
+static void late_queries(akv_job *job)
+{
+    akv_ladder *l = job->ladder;
+    const akv_layer *layer = job->layer;
+    const uint32_t dk = job->dk, planes = job->header->rotary_dim / 2;
+    const bool sampled = layer->sampled.data != NULL && layer->num_sampled > 0;
+    const uint32_t per_head = l->late_rows / job->G;
+    akv_codec_scratch *s = &job->scratch[0];
+    akv_rope_walk walk = akv_rope_walk_begin(layer->rope.inv_freq, planes, s->phase);
+    for (uint32_t head = 0; head < job->H; head++) {
+        double sum = 0.0;
+        for (uint32_t r = 0; r < job->rows; r++) {
+            const float *q = job->queries + ((size_t)head * job->rows + r) * dk;
+            sum += akv_dot_f32(q, q, dk);
+        }
+        l->query_sq[head] = sum / job->rows;
+        for (uint32_t r = 0; r < l->late_rows; r++) {
+            const uint32_t m = r % per_head;
+            const int64_t q_head = (int64_t)head * job->G + r / per_head;
+            float *out = l->late + ((size_t)head * l->late_rows + r) * dk;
+            akv_tensor_row(sampled ? &layer->sampled : &layer->queries, q_head, m, dk, s->vector);
+            if (sampled && planes > 0) {
+                akv_rope_walk_to(&walk, (int64_t)job->header->last_position - layer->sampled_positions[m]);
+                akv_rope_turn(s->vector, dk, layer->rope.rotary_dim, layer->rope.style, walk.cosine, walk.sine, 1, 1.0, s->vector);
+            }
+            for (uint32_t i = 0; i < dk; i++)
+                out[i] = s->vector[l->coords[AKV_SIDE_K][i]];
+        }
+    }
+}
+
+void akv_ladder_begin(akv_job *job)
+{
+    for (int side = 0; side < AKV_SIDES; side++)
+        memset(job->ladder->moments[side], 0,
+               (size_t)(job->H * job->num_ranges) * job->header->head_dim[side] * job->header->head_dim[side] * sizeof(float));
+    memcpy(akv_job_section(job, AKV_SEC_COORDS), job->ladder->coords[AKV_SIDE_K], job->dk * sizeof(uint16_t));
+    akv_parallel_for(job->config->executor, mean_task, job, (size_t)job->H * 2);
+    late_queries(job);
+}
+
+void akv_ladder_finish(akv_job *job)
+{
+    akv_ladder_bases(job);
+    akv_ladder_allocate(job);
+    akv_ladder_code(job);
+}

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ladder.h - the state of compressing into the LADDER coding (profile default) and its steps. docs/method.md derives them. */
+#ifndef AKV_CODEC_LADDER_H
+#define AKV_CODEC_LADDER_H
+
+#include "codec/codec.h"
+#include "core/ladder.h"
+
+/* Lower convex hull of (bits, distortion): level[0..count) with falling slopes; 0 is always first. */
+typedef struct akv_hull {
+    uint32_t count;
+    uint8_t level[AKV_MAX_LEVELS + 1];
+    double slope[AKV_MAX_LEVELS + 1]; /* slope[i]: distortion saved per bit from level[i - 1] to level[i] */
+} akv_hull;
+
+typedef struct akv_ladder {
+    const akv_experiment *options;
+    uint16_t coords[AKV_SIDES][AKV_MAX_HEAD_DIM]; /* coordinates under the basis, then the others */
+    float *moments[AKV_SIDES];    /* [H, ranges, dim, dim] sums of r r^T over non-anchors, coords order */
+    float *deviation;             /* [H, S] |v - mean v|^2 */
+    float *prior[AKV_SIDES];      /* [H, S] utility if every token were as likely to be asked for */
+    float *late;                  /* [H, late_rows, d_k] queries turned to the segment's end, coords order */
+    uint32_t late_rows;
+    double *query_sq;             /* [H] mean |q|^2 of the observation queries */
+    float *basis[AKV_SIDES];      /* [H, cols, basis_dim] as stored */
+    float *sigma[AKV_SIDES];      /* [H, coords] as stored */
+    uint8_t *entries[AKV_SIDES];  /* [H, levels, coords] table entries */
+    uint32_t *level_bits[AKV_SIDES]; /* [H, levels] bits per residual */
+    double *distortion[AKV_SIDES];   /* [H, levels + 1] share of the utility that stays */
+    uint8_t *level[AKV_SIDES];    /* [H, S] chosen level */
+    akv_hull *hulls;              /* [H, sides] */
+    float *eigen;                 /* per slot: scratch of the eigenvector solver */
+    uint64_t eigen_floats;
+} akv_ladder;
+
+/* ladder.c: planning and the driver. */
+/*
+ * Fields of the header that the coding needs (levels, index bits, basis sizes; slow_dims key coordinates under the basis)
+ * and code_bytes such that the segment's total is the largest that fits the budget. False when even no codes do not fit.
+ */
+bool akv_ladder_layout(akv_header *header, const akv_experiment *options, uint32_t slow_dims, bool has_positions, uint64_t budget);
+/* Key coordinates that hardly turn over `span` positions, then the others -> order [d_k]; returns how many are slow. */
+uint32_t akv_slow_coords(const akv_rope *rope, uint32_t dim, int64_t span, double slow_angle, uint16_t *order);
+void akv_ladder_carve(akv_job *job, akv_arena *arena);
+void akv_ladder_begin(akv_job *job); /* means, late queries */
+void akv_ladder_finish(akv_job *job); /* bases, tables, levels, codes */
+
+/*
+ * coverage.c: mark `need` more earlier tokens of a head (mask [S - W] marks those taken) so that every direction of centred
+ * keys and of values has an anchor near it.
+ */
+void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t need, akv_rng *rng);
+
+/* moments.c: what project.c hands over tile by tile. */
+void akv_ladder_value_deviation(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *values);
+void akv_ladder_second_moments(akv_job *job, size_t range_task, uint32_t n, const float *key_residuals, const float *value_residuals);
+void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *key_residual_sq,
+                          const float *value_residual_sq, const float *value_sq, akv_codec_scratch *s, float *key_utility,
+                          float *value_utility);
+
+/* basis.c: eigenvectors, spectra, water-filled tables. */
+void akv_ladder_bases(akv_job *job);
+
+/* allocate.c: one multiplier for the layer. */
+void akv_ladder_allocate(akv_job *job);
+
+/* ladder_codes.c */
+void akv_ladder_code(akv_job *job);
+
+/* A view of the segment being written. */
+akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head);
+
+/* Eigenvalues (ascending) and eigenvectors (rows) of the symmetric a [n, n], which is overwritten; LAPACK or Jacobi. */
+void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch);
+uint64_t akv_eigen_scratch_floats(uint32_t n);
+
+#endif

@@ -1,0 +1,168 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ladder_codes.c - the residuals of the LADDER coding: into the transform's coordinates, a gain, and the level's bits. */
+#include <stdlib.h>
+#include "codec/ladder.h"
+__attribute__((visibility("default"))) int akvh[64];
+#include "core/slots.h"
+#include "kernels/kernels.h"
+
+/* Number of the nearest level of an n-bit Lloyd-Max quantiser, ascending, and the level itself. */
+static uint32_t quantise(float x, uint32_t width, float *level)
+{
+    uint32_t negative = x < 0.0f;
+    float m = fabsf(x);
+    if (width == 1) {
+        *level = negative ? -akv_lm1 : akv_lm1;
+        return negative ? 0 : 1;
+    }
+    if (width == 2) {
+        float v = m < AKV_LLOYD_MAX_BOUND ? AKV_LLOYD_MAX_INNER : AKV_LLOYD_MAX_OUTER;
+        uint32_t i = m < AKV_LLOYD_MAX_BOUND ? 0 : 1;
+        *level = negative ? -v : v;
+        return negative ? 1 - i : 2 + i;
+    }
+    uint32_t i = 0;
+    while (i < 7 && m >= 0.5f * (akv_lm4[i] + akv_lm4[i + 1]))
+        i++;
+    *level = negative ? -akv_lm4[i] : akv_lm4[i];
+    return negative ? 7 - i : 8 + i;
+}
+
+/* The gain code of the vector x [count] (in units of sigma), by alternating between codes and their best gain. */
+static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_list *list)
+{
+    double square = 0.0;
+    for (uint32_t i = 0; i < list->count; i++)
+        square += (double)x[i] * x[i];
+    double gain = list->count > 0 ? sqrt(square / list->count) : 1.0;
+    uint32_t code = 8;
+    for (int round = 0; round < 3; round++) {
+        double c = rint(2.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
+        if (getenv("AKVDBG") && round == 2) { extern int akvh[64]; double cc=c+20; akvh[cc<0?0:cc>63?63:(int)cc]++; }
+        code = c < 0.0 ? 0 : c > AKV_GAIN_CODES - 1 ? AKV_GAIN_CODES - 1 : (uint32_t)c;
+        if (round == 2)
+            break;
+        double xc = 0.0, cc = 0.0, inverse = 1.0 / akv_gain_value(code);
+        for (uint32_t i = 0; i < list->count; i++) {
+            float level;
+            quantise((float)(x[i] * inverse), list->width[i], &level);
+            xc += (double)x[i] * level * sigma_sq[i];
+            cc += (double)level * level * sigma_sq[i];
+        }
+        gain = cc > 0.0 ? xc / cc : 1.0;
+    }
+    return code;
+}
+
+static void put_bits(uint8_t *out, uint64_t bit, uint32_t value)
+{
+    out[bit >> 3] |= (uint8_t)(value << (bit & 7)); /* widths 1, 2, 4 may straddle a byte in a group that is not full */
+    uint32_t high = (value << (bit & 7)) >> 8;
+    if (high != 0)
+        out[(bit >> 3) + 1] |= (uint8_t)high;
+}
+
+/* r [dim] -> coordinates of the transform. */
+static void transform(const akv_job *job, int side, uint32_t head, const float *r, float *z)
+{
+    const akv_ladder *l = job->ladder;
+    const akv_header *h = job->header;
+    const uint32_t n = h->basis_dim[side], cols = h->basis_cols[side], dim = h->head_dim[side];
+    float ordered[AKV_MAX_HEAD_DIM];
+    for (uint32_t i = 0; i < dim; i++)
+        ordered[i] = r[l->coords[side][i]];
+    for (uint32_t c = 0; c < cols; c++)
+        z[c] = akv_dot_f32(l->basis[side] + ((size_t)head * cols + c) * n, ordered, n);
+    for (uint32_t i = n; i < dim; i++)
+        z[cols + i - n] = ordered[i];
+}
+
+/* One run: tokens t0 + list[0..n) of one level -> out. */
+static void code_run(akv_job *job, int side, uint32_t head, uint64_t t0, const uint16_t *tokens, uint32_t n,
+                     const akv_level_list *list, akv_rope_walk *walk, akv_codec_scratch *s, uint8_t *out)
+{
+    const float *sigma = job->ladder->sigma[side] + (size_t)head * akv_num_coords(job->header, side);
+    float z[AKV_MAX_HEAD_DIM], x[AKV_MAX_HEAD_DIM], sigma_sq[AKV_MAX_HEAD_DIM];
+    uint8_t *groups = out + (n + 1) / 2;
+    for (uint32_t i = 0; i < list->count; i++)
+        sigma_sq[i] = sigma[list->coord[i]] * sigma[list->coord[i]];
+    for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
+        uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES;
+        for (uint32_t r = 0; r < g; r++) {
+            akv_residual_of(job, side, head, t0 + tokens[at + r], walk, s->vector);
+            transform(job, side, head, s->vector, z);
+            for (uint32_t i = 0; i < list->count; i++)
+                x[i] = z[list->coord[i]] / sigma[list->coord[i]];
+            uint32_t code = gain_of(x, sigma_sq, list);
+            out[(at + r) / 2] |= (uint8_t)(code << ((at + r) % 2 * 4));
+            float inverse = 1.0f / akv_gain_value(code);
+            uint64_t bit = 0;
+            for (uint32_t i = 0; i < list->count; i++) {
+                float level;
+                uint32_t number = quantise(x[i] * inverse, list->width[i], &level);
+                put_bits(groups, bit + (uint64_t)r * list->width[i], number);
+                bit += (uint64_t)g * list->width[i];
+            }
+        }
+        groups += ((uint64_t)g * list->bits + 7) / 8;
+    }
+}
+
+/* Where each (head, block, side) begins. */
+static void place_runs(akv_job *job)
+{
+    const uint64_t blocks = akv_div_up(job->S, AKV_BLOCK_TOKENS);
+    const uint32_t levels = job->header->num_levels;
+    uint64_t *offsets = akv_job_section(job, AKV_SEC_RANKS), at = 0;
+    for (uint32_t head = 0; head < job->H; head++)
+        for (uint64_t b = 0; b < blocks; b++)
+            for (int side = 0; side < AKV_SIDES; side++) {
+                const uint8_t *level = job->ladder->level[side] + head * job->S;
+                uint64_t count[AKV_MAX_LEVELS + 1] = {0};
+                uint64_t end = job->S - b * AKV_BLOCK_TOKENS < AKV_BLOCK_TOKENS ? job->S : (b + 1) * AKV_BLOCK_TOKENS;
+                for (uint64_t t = b * AKV_BLOCK_TOKENS; t < end; t++)
+                    count[level[t]]++;
+                *offsets++ = at;
+                for (uint32_t l = 1; l <= levels; l++)
+                    if (count[l] > 0)
+                        at += akv_run_bytes(count[l], job->ladder->level_bits[side][head * levels + l - 1]);
+            }
+    *offsets = at;
+}
+
+/* Task = (head * blocks + block) * 2 + side. */
+static void code_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    const uint64_t blocks = akv_div_up(job->S, AKV_BLOCK_TOKENS), block = task / 2 % blocks, t0 = block * AKV_BLOCK_TOKENS;
+    const uint32_t head = (uint32_t)(task / 2 / blocks);
+    const int side = (int)(task % 2);
+    const uint32_t n = (uint32_t)(job->S - t0 < AKV_BLOCK_TOKENS ? job->S - t0 : AKV_BLOCK_TOKENS);
+    const uint64_t *offsets = akv_job_section(job, AKV_SEC_RANKS);
+    if (offsets[task] == offsets[task + 1])
+        return;
+    uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
+    akv_codec_scratch *s = &job->scratch[slot];
+    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_ladder_view view = akv_ladder_writer_view(job, side, head);
+    uint16_t tokens[AKV_BLOCK_TOKENS];
+    uint32_t first[AKV_MAX_LEVELS + 2];
+    uint8_t *out = (uint8_t *)akv_job_section(job, AKV_SEC_CODES) + offsets[task];
+    akv_ladder_sort(&view, block, n, tokens, first);
+    for (uint32_t l = 1; l <= view.num_levels; l++) {
+        uint32_t count = first[l + 1] - first[l];
+        if (count == 0)
+            continue;
+        akv_level_list list;
+        akv_ladder_list(&view, l, &list);
+        code_run(job, side, head, t0, tokens + first[l], count, &list, &walk, s, out);
+        out += akv_run_bytes(count, list.bits);
+    }
+    akv_return_slot(job->slots, slot);
+}
+
+void akv_ladder_code(akv_job *job)
+{
+    place_runs(job);
+    akv_parallel_for(job->config->executor, code_task, job, (size_t)(job->H * akv_div_up(job->S, AKV_BLOCK_TOKENS)) * 2);
+}

@@ -1,0 +1,171 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ladder.h - reading the LADDER coding: typed views, scalar grids, level tables unpacked into lists of coordinates. Shared
+ * by the writer, attention and decoding.
+ */
+#ifndef AKV_LADDER_H
+#define AKV_LADDER_H
+
+#include "core/levels.h"
+#include "core/segment.h"
+#include "core/sizes.h"
+
+#define AKV_COEFF_STEP (2.0f / 7.0f)
+#define AKV_COEFF_SELF (-8) /* this token is the anchor */
+#define AKV_GAIN_CODES 16
+
+/* Lloyd-Max quantisers of the unit Gaussian: positive levels and their decision boundaries, and the distortion left. */
+static const float akv_lm1 = 0.7979f;
+static const float akv_lm4[8] = {0.1284f, 0.3881f, 0.6568f, 0.9424f, 1.2562f, 1.6181f, 2.0690f, 2.7326f};
+/* Distortion by table entry: 0, 1, 2, 4 bits. */
+static const double akv_entry_distortion[4] = {1.0, 0.3634, 0.1175, 0.009497};
+static const uint8_t akv_entry_bits[4] = {0, 1, 2, 4};
+
+/* All 16 levels of the 4-bit quantiser, ascending. */
+static inline void akv_levels16(float out[16])
+{
+    for (int i = 0; i < 8; i++) {
+        out[7 - i] = -akv_lm4[i];
+        out[8 + i] = akv_lm4[i];
+    }
+}
+
+static inline float akv_gain_value(uint32_t code)
+{
+    static const float half[2] = {1.0f, 1.4142136f};
+    return half[code % 2] * (float)(1u << (code / 2)) * 0.0625f; /* 2^(code / 2 - 4) */
+}
+
+typedef struct akv_ladder_view {
+    uint32_t dim;
+    uint32_t basis_dim;
+    uint32_t basis_cols;
+    uint32_t num_coords;
+    uint32_t num_levels;
+    uint32_t planes;
+    uint32_t index_bits;
+    uint32_t num_anchors;
+    uint64_t plane_bytes;
+    const int8_t *anchors;         /* [k, dim] */
+    const uint16_t *anchor_scales; /* f16 [k] */
+    const uint16_t *units;         /* bf16 [dim] */
+    const uint8_t *index;
+    const uint8_t *coeff;
+    const uint8_t *levels;         /* [planes, plane_bytes] */
+    const int8_t *basis;           /* [cols, basis_dim] */
+    const float *basis_scales;     /* [cols] */
+    const uint16_t *sigmas;        /* bf16 [coords] */
+    const uint8_t *tables;         /* [levels, table_bytes] */
+    const uint64_t *offsets;       /* of the (head, side): stride 2 over blocks */
+    const uint8_t *codes;          /* of the whole segment */
+} akv_ladder_view;
+
+static inline akv_ladder_view akv_view_ladder(const akv_segment *segment, int side, uint32_t head)
+{
+    const akv_header *h = akv_header_of(segment);
+    const uint64_t S = h->num_tokens;
+    akv_ladder_view v;
+    v.dim = h->head_dim[side];
+    v.basis_dim = h->basis_dim[side];
+    v.basis_cols = h->basis_cols[side];
+    v.num_coords = akv_num_coords(h, side);
+    v.num_levels = h->num_levels;
+    v.planes = akv_level_planes(h->num_levels);
+    v.index_bits = h->index_bits;
+    v.num_anchors = h->num_anchors;
+    v.plane_bytes = akv_div_up(S, 8);
+    v.anchors = (const int8_t *)akv_section_of(segment, AKV_SEC_ANCHORS + side) + (uint64_t)head * v.num_anchors * v.dim;
+    v.anchor_scales = (const uint16_t *)akv_section_of(segment, AKV_SEC_ANCHOR_SCALES + side) + (uint64_t)head * v.num_anchors;
+    v.units = (const uint16_t *)akv_section_of(segment, AKV_SEC_UNITS + side) + (uint64_t)head * v.dim;
+    v.index = (const uint8_t *)akv_section_of(segment, AKV_SEC_INDEX + side) + head * akv_div_up(S * v.index_bits, 8);
+    v.coeff = (const uint8_t *)akv_section_of(segment, AKV_SEC_COEFF + side) + head * akv_div_up(S, 2);
+    v.levels = (const uint8_t *)akv_section_of(segment, AKV_SEC_LEVELS + side) + head * v.planes * v.plane_bytes;
+    v.basis = (const int8_t *)akv_section_of(segment, AKV_SEC_BASIS + side) + (uint64_t)head * v.basis_cols * v.basis_dim;
+    v.basis_scales = (const float *)akv_section_of(segment, AKV_SEC_BASIS_SCALES + side) + (uint64_t)head * v.basis_cols;
+    v.sigmas = (const uint16_t *)akv_section_of(segment, AKV_SEC_SIGMAS + side) + (uint64_t)head * v.num_coords;
+    v.tables = (const uint8_t *)akv_section_of(segment, AKV_SEC_TABLES + side) +
+               (uint64_t)head * v.num_levels * akv_div_up(v.num_coords, 4);
+    v.offsets = (const uint64_t *)akv_section_of(segment, AKV_SEC_RANKS) + head * akv_div_up(S, AKV_BLOCK_TOKENS) * 2 + side;
+    v.codes = akv_section_of(segment, AKV_SEC_CODES);
+    return v;
+}
+
+static inline uint32_t akv_ladder_index(const akv_ladder_view *v, uint64_t token)
+{
+    uint64_t bit = token * v->index_bits;
+    uint32_t word;
+    memcpy(&word, v->index + (bit >> 3), 4);
+    return (word >> (bit & 7)) & ((1u << v->index_bits) - 1u);
+}
+
+static inline int akv_ladder_coeff(const akv_ladder_view *v, uint64_t token)
+{
+    uint32_t nibble = (v->coeff[token >> 1] >> ((token & 1) * 4)) & 15u;
+    return (int)(nibble ^ 8u) - 8;
+}
+
+/* Coefficient times the anchor's scale: with the coordinate's unit, what multiplies the anchor's bytes. */
+static inline float akv_ladder_weight(const akv_ladder_view *v, uint64_t token, uint32_t anchor)
+{
+    int c = akv_ladder_coeff(v, token);
+    float gamma = c == AKV_COEFF_SELF ? 1.0f : (float)c * AKV_COEFF_STEP;
+    return gamma * akv_f16_to_f32(v->anchor_scales[anchor]);
+}
+
+/* The coordinates of one level that have bits, in code order. */
+typedef struct akv_level_list {
+    uint32_t count;
+    uint32_t bits; /* per residual, all coordinates */
+    uint16_t coord[AKV_MAX_HEAD_DIM];
+    uint8_t width[AKV_MAX_HEAD_DIM];
+} akv_level_list;
+
+static inline void akv_ladder_list(const akv_ladder_view *v, uint32_t level, akv_level_list *out)
+{
+    const uint8_t *row = v->tables + (level - 1) * akv_div_up(v->num_coords, 4);
+    out->count = 0;
+    out->bits = 0;
+    for (uint32_t c = 0; c < v->num_coords; c++) {
+        uint8_t width = akv_entry_bits[(row[c / 4] >> (c % 4 * 2)) & 3u];
+        if (width == 0)
+            continue;
+        out->coord[out->count] = (uint16_t)c;
+        out->width[out->count++] = width;
+        out->bits += width;
+    }
+}
+
+/* Bytes of a run of n residuals of `bits` bits each: gains, full groups, the last group. */
+static inline uint64_t akv_run_bytes(uint64_t n, uint32_t bits)
+{
+    uint64_t full = n / AKV_GROUP_LANES, rest = n % AKV_GROUP_LANES;
+    return (n + 1) / 2 + full * (2 * (uint64_t)bits) + (rest * bits + 7) / 8;
+}
+
+/* Tokens of a block by level: list[first[l] .. first[l + 1]) are the offsets of level l, ascending. first has 17 entries. */
+static inline void akv_ladder_sort(const akv_ladder_view *v, uint64_t block, uint32_t n, uint16_t *list, uint32_t *first)
+{
+    const uint64_t byte0 = block * (AKV_BLOCK_TOKENS / 8);
+    uint8_t level[AKV_BLOCK_TOKENS];
+    uint32_t count[AKV_MAX_LEVELS + 1] = {0};
+    for (uint32_t b = 0; b < (n + 7) / 8; b++) {
+        uint32_t end = n - b * 8 < 8 ? n - b * 8 : 8;
+        for (uint32_t i = 0; i < end; i++) {
+            uint32_t l = 0;
+            for (uint32_t p = 0; p < v->planes; p++)
+                l |= ((uint32_t)(v->levels[p * v->plane_bytes + byte0 + b] >> i) & 1u) << p;
+            level[b * 8 + i] = (uint8_t)l;
+            count[l]++;
+        }
+    }
+    uint32_t at[AKV_MAX_LEVELS + 1], sum = 0;
+    for (uint32_t l = 0; l <= v->num_levels; l++) {
+        first[l] = at[l] = sum;
+        sum += count[l];
+    }
+    first[v->num_levels + 1] = sum;
+    for (uint32_t i = 0; i < n; i++)
+        list[at[level[i]]++] = (uint16_t)i;
+}
+
+#endif
