@@ -108,6 +108,7 @@ void fixture_make(const spec *s, fixture *f)
     l->shape.rotary_dim = s->rotary;
     l->shape.num_queries = s->W;
     l->shape.has_positions = s->gaps != 0;
+    l->shape.dtype = s->dtype;
     l->layer_index = 3;
     l->first_position = s->first_position;
     f->inv_freq = frequencies(s->rotary);
@@ -222,6 +223,7 @@ akv_segment *random_segment(const spec *s, uint32_t num_anchors, double density,
         bytes[AKV_SEC_INDEX + side] = H * S * (num_anchors <= 256 ? 1 : 2);
         bytes[AKV_SEC_COEFF + side] = H * S * 2;
         bytes[AKV_SEC_LEVELS + side] = H * map_bytes;
+        bytes[AKV_SEC_RANKS + side] = (H * ((S + AKV_BLOCK_TOKENS - 1) / AKV_BLOCK_TOKENS) + 1) * 8;
         bytes[AKV_SEC_GAINS + side] = n[side] * 2;
         bytes[AKV_SEC_CODES + side] = n[side] * ((dim[side] * 2 + 7) / 8);
     }
@@ -263,6 +265,14 @@ akv_segment *random_segment(const spec *s, uint32_t num_anchors, double density,
                 ((uint16_t *)(void *)index)[i] = (uint16_t)c;
             coeff[i] = akv_f32_to_f16((float)(random_gauss(&rng)));
         }
+        uint64_t *ranks = (uint64_t *)(void *)(blob + h.sections[AKV_SEC_RANKS + side].offset), before = 0;
+        for (uint64_t head = 0; head < H; head++)
+            for (uint64_t p = 0; p < S; p++) {
+                if (p % AKV_BLOCK_TOKENS == 0)
+                    *ranks++ = before;
+                before += (maps[side][head * map_bytes + p / 8] >> (p % 8)) & 1u;
+            }
+        *ranks = before;
         if (n[side] > 0) {
             memcpy(blob + h.sections[AKV_SEC_LEVELS + side].offset, maps[side], H * map_bytes);
             uint16_t *gains = (uint16_t *)(void *)(blob + h.sections[AKV_SEC_GAINS + side].offset);

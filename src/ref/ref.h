@@ -207,7 +207,8 @@ bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *
 typedef struct ref_row_result {
     double max;       /* the largest visible logit, -inf when there is none; the sink does not count */
     double lse;       /* log of the denominator, sink included; -inf when it is 0 */
-    double tol_out;   /* fp32 rounding of every coordinate of out */
+    double tol_out;   /* fp32 rounding of every coordinate of out: a bound, far above what is seen */
+    double plain;     /* what is seen: the largest error of a coordinate when plain fp32 loops do the same sums */
     double tol_logit; /* fp32 rounding of max and lse */
 } ref_row_result;
 

@@ -14,6 +14,33 @@ static double norm(const double *x, uint32_t n)
     return sqrt(sum);
 }
 
+/* Largest error of the same computation in plain fp32 loops over keys and values rounded to fp32. */
+static double plain_error(const double *q, uint64_t n, const double *keys, uint32_t dim_k, const double *values, uint32_t dim_v,
+                          const double *bias, double scale, double cap, const float *sink, double top, const double *want)
+{
+    float out[1024] = {0}, sum = sink != NULL ? expf(*sink - (float)top) : 0;
+    for (uint64_t p = 0; p < n; p++) {
+        if (bias != NULL && bias[p] == -INFINITY)
+            continue;
+        float dot = 0;
+        for (uint32_t i = 0; i < dim_k; i++)
+            dot += (float)q[i] * (float)keys[p * dim_k + i];
+        float l = (float)scale * dot;
+        if (cap > 0)
+            l = (float)cap * tanhf(l / (float)cap);
+        if (bias != NULL)
+            l += (float)bias[p];
+        float w = expf(l - (float)top);
+        sum += w;
+        for (uint32_t i = 0; i < dim_v; i++)
+            out[i] += w * (float)values[p * dim_v + i];
+    }
+    double worst = 0;
+    for (uint32_t i = 0; i < dim_v && sum > 0; i++)
+        worst = fmax(worst, fabs((double)(out[i] / sum) - want[i]));
+    return worst;
+}
+
 bool ref_attend_row(const double *q, uint64_t n, const double *keys, const double *key_sizes, uint32_t dim_k,
                     const double *values, const double *value_sizes, uint32_t dim_v, const double *bias, double scale,
                     double cap, const float *sink, double *out, ref_row_result *result)
@@ -63,6 +90,7 @@ bool ref_attend_row(const double *q, uint64_t n, const double *keys, const doubl
     result->tol_logit = tol_logit + ref_gamma((double)visible);
     /* a weight is off by tol_logit in its exponent, and so is the denominator; both sums and the products round besides */
     result->tol_out = sum > 0 ? mass / sum * (2 * tol_logit + 2 * ref_gamma((double)visible) + ref_gamma(dim_v)) : 0;
+    result->plain = plain_error(q, n, keys, dim_k, values, dim_v, bias, scale, cap, sink, top, out);
     free(logit);
     return true;
 }

@@ -10,28 +10,26 @@ static uint64_t padded(uint64_t bytes)
     return (bytes + 63) / 64 * 64;
 }
 
-/* Object, header, RoPE table and token positions: in every segment. */
-static uint64_t common_bytes(const akv_shape *s)
-{
-    return 64 + 512 + padded((uint64_t)s->rotary_dim / 2 * 8) + (s->has_positions ? padded(s->num_tokens * 4) : 0);
-}
-
 uint64_t ref_dense_bytes(const akv_shape *s, uint32_t element_bytes)
 {
     uint64_t rows = (uint64_t)s->num_kv_heads * s->num_tokens;
-    return common_bytes(s) + padded(rows * s->head_dim_k * element_bytes) + padded(rows * s->head_dim_v * element_bytes);
+    return 64 + 512 + padded(rows * s->head_dim_k * element_bytes) + padded(rows * s->head_dim_v * element_bytes);
 }
 
 uint64_t ref_compressed_bytes(const akv_shape *s, uint32_t k, const uint64_t residuals[2])
 {
     uint64_t H = s->num_kv_heads, S = s->num_tokens;
-    uint64_t total = common_bytes(s) + padded(H * k * 4);
+    uint64_t total = 64 + 512;                               /* object, header */
+    total += padded((uint64_t)s->rotary_dim / 2 * 8);        /* RoPE table */
+    total += s->has_positions ? padded(S * 4) : 0;           /* token positions */
+    total += padded(H * k * 4);                              /* anchor tokens */
     for (int side = 0; side < 2; side++) {
         uint64_t dim = side == 0 ? s->head_dim_k : s->head_dim_v;
         total += padded(H * k * dim * 2);                    /* anchors */
         total += padded(H * S * (k <= 256 ? 1 : 2));         /* index */
         total += padded(H * S * 2);                          /* coefficient */
         total += padded(H * ((S + 7) / 8));                  /* which tokens own a residual */
+        total += padded((H * ((S + 1023) / 1024) + 1) * 8);  /* residuals before each block */
         total += padded(residuals[side] * 2);                /* scales */
         total += padded(residuals[side] * ((dim * 2 + 7) / 8)); /* codes */
     }
@@ -55,7 +53,7 @@ ref_plan ref_make_plan(const akv_shape *s, double keep_ratio, uint64_t budget_by
     p.dense_bytes = (uint64_t)s->num_kv_heads * s->num_tokens * ((uint64_t)s->head_dim_k + s->head_dim_v) * 2;
     p.budget = budget_bytes != 0 ? budget_bytes : (uint64_t)floor(keep_ratio * (double)p.dense_bytes);
     p.num_anchors = ref_num_anchors(s->num_tokens, s->num_queries, per_anchor);
-    uint64_t dense = ref_dense_bytes(s, 2);
+    uint64_t dense = ref_dense_bytes(s, s->dtype == AKV_F32 ? 4 : 2);
     uint64_t fixed = ref_compressed_bytes(s, p.num_anchors, none);
     p.min_bytes = dense < fixed ? dense : fixed;
 

@@ -278,6 +278,25 @@ static void rank_by_attention(ctx *c, uint32_t head)
     free(a);
 }
 
+/* The counts before each block are those of the bitmap. */
+static void check_ranks(ctx *c)
+{
+    uint64_t S = c->layer.tokens;
+    for (int side = 0; side < 2; side++) {
+        const akv_section *section = &c->view.header->sections[AKV_SEC_RANKS + side];
+        const uint64_t *ranks = (const uint64_t *)(const void *)(c->view.bytes + section->offset);
+        uint64_t before = 0, at = 0;
+        CHECK(section->bytes == 8 * (c->layer.heads * ((S + AKV_BLOCK_TOKENS - 1) / AKV_BLOCK_TOKENS) + 1));
+        for (uint32_t h = 0; h < c->layer.heads; h++)
+            for (uint64_t p = 0; p < S; p++) {
+                if (p % AKV_BLOCK_TOKENS == 0)
+                    CHECK_MSG(ranks[at++] == before, "%s: side %d: rank of head %u token %llu", c->name, side, h, (unsigned long long)p);
+                before += ref_view_owns(&c->view, side, h, p);
+            }
+        CHECK(ranks[at] == before);
+    }
+}
+
 static void check_header(ctx *c, const akv_config *config, const akv_segment *segment)
 {
     const akv_header *h = c->view.header;
@@ -329,6 +348,7 @@ void check_compressed(const char *name, const akv_layer *layer, const akv_config
         size[side] = must(malloc(S * sizeof(double)));
     }
     check_header(&c, config, segment);
+    check_ranks(&c);
     akv_rank rank = config->experiment != NULL ? config->experiment->rank : AKV_RANK_UTILITY;
     for (uint32_t h = 0; h < c.layer.heads; h++) {
         check_anchor_set(&c, h);

@@ -35,6 +35,12 @@ typedef struct setup {
     uint64_t out_floats;
 } setup;
 
+/*
+ * A row may be off by 8 times the largest error that plain fp32 loops make anywhere in the case: the compressed form sums
+ * two parts larger than their sum, and turns and transforms them. Never more than the rounding bound; and never asked to
+ * be closer than a few roundings of the largest weighted value.
+ */
+#define PLAIN_FACTOR 8
 static double worst_ratio; /* largest error / tolerance seen: how much room the tolerance leaves */
 
 static void fill(const akv_tensor *t, uint64_t heads, uint64_t tokens, uint32_t dim, double size, akv_rng *rng)
@@ -158,18 +164,25 @@ static void run(const attend_case *c)
     double *want = must(malloc(rows * c->dv * sizeof *want));
     ref_row_result *row = must(malloc(rows * sizeof *row));
     must(ref_attend(p, want, row) ? want : NULL);
+    double plain = 0;
+    for (uint64_t r = 0; r < rows; r++)
+        plain = fmax(plain, row[r].plain);
     for (uint64_t h = 0; h < (uint64_t)c->H * c->G; h++)
         for (uint64_t t = 0; t < c->T; t++) {
             uint64_t r = h * c->T + t;
+            double tol = fmin(row[r].tol_out, PLAIN_FACTOR * plain + 4 * REF_U);
             const float *got = s.out + (int64_t)h * p->out_stride_head + (int64_t)t * p->out_stride_token;
             double worst = 0;
             for (uint32_t i = 0; i < c->dv; i++) {
                 double off = fabs(got[i] - want[r * c->dv + i]);
                 worst = off > worst || isnan(off) ? off : worst;
             }
-            CHECK_NEAR(worst, 0, row[r].tol_out, "%s: out of query head %llu row %llu", c->name, (unsigned long long)h, (unsigned long long)t);
-            if (row[r].tol_out > 0)
-                worst_ratio = fmax(worst_ratio, worst / row[r].tol_out);
+            CHECK_NEAR(worst, 0, tol, "%s: out of query head %llu row %llu", c->name, (unsigned long long)h, (unsigned long long)t);
+            if (tol > 0 && worst / tol > worst_ratio) {
+                worst_ratio = worst / tol;
+                if (getenv("AKV_TEST_VERBOSE") != NULL)
+                    printf("  %s: %.3g of %.3g, plain %.3g, bound %.3g\n", c->name, worst, tol, plain, row[r].tol_out);
+            }
             if (row[r].lse == -INFINITY) {
                 CHECK_MSG(s.max[r] == -INFINITY && s.sum[r] == 0, "%s: a row that sees nothing has state (%g, %g)", c->name, s.max[r], s.sum[r]);
                 continue;
