@@ -79,18 +79,27 @@ ref_plan ref_make_plan(const akv_shape *s, double keep_ratio, uint64_t budget_by
         return p;
     /* the largest N that fits; the bytes never fall when N grows, so bisect */
     uint64_t most = s->num_kv_heads * (s->num_tokens - p.num_anchors);
+    uint64_t unit = 1; /* slots are dealt out in these; equal budgets give every head the same number per side */
+    if (experiment != NULL && experiment->equal_head_budgets) {
+        unit = s->num_kv_heads;
+        most = s->num_tokens - p.num_anchors;
+    }
     uint64_t low = 0, high = 2 * most;
     if (experiment != NULL && experiment->anchors_only)
         high = 0;
     while (low < high) {
         uint64_t mid = low + (high - low + 1) / 2, r[2];
         split(mid, most, r);
+        r[0] *= unit;
+        r[1] *= unit;
         if (ref_compressed_bytes(s, p.num_anchors, r) <= p.budget)
             low = mid;
         else
             high = mid - 1;
     }
     split(low, most, p.residuals);
+    p.residuals[0] *= unit;
+    p.residuals[1] *= unit;
     p.total = ref_compressed_bytes(s, p.num_anchors, p.residuals);
     return p;
 }

@@ -256,7 +256,7 @@ static void check_selection(ctx *c)
         CHECK_MSG(count == c->view.header->num_residuals[side], "%s: side %d: %llu bits set, header says %llu", c->name, side,
                   (unsigned long long)count, (unsigned long long)c->view.header->num_residuals[side]);
         if (equal)
-            CHECK_MSG(most - fewest <= 1, "%s: side %d: heads own %llu to %llu residuals", c->name, side, (unsigned long long)fewest,
+            CHECK_MSG(most == fewest, "%s: side %d: heads own %llu to %llu residuals", c->name, side, (unsigned long long)fewest,
                       (unsigned long long)most);
     }
 }

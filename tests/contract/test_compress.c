@@ -30,14 +30,14 @@ static void run_with(const spec *s, const akv_experiment *experiment)
 
 static void head_dims(void)
 {
-    const uint32_t dims[][2] = {{64, 64}, {80, 80}, {96, 96}, {112, 112}, {128, 128}, {192, 192}, {256, 256}, {192, 128}, {64, 128}, {6, 10}, {2, 2}};
+    const uint32_t dims[][2] = {{64, 64}, {80, 80}, {96, 96}, {112, 112}, {128, 128}, {192, 192}, {256, 256}, {192, 128}, {64, 128}, {24, 10}, {6, 22}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         char name[64];
         snprintf(name, sizeof name, "dk %u dv %u", dims[i][0], dims[i][1]);
         spec s = {.name = name, .S = 300, BASE, .seed = i};
         s.dk = s.rotary = dims[i][0];
         s.dv = dims[i][1];
-        s.keep = s.dk < 16 ? 0.9 : 0.45;
+        s.keep = s.dk < 64 ? 0.9 : 0.45;
         run_with(&s, NULL);
     }
 }

@@ -177,6 +177,17 @@ static void full_layers(void)
         found++;
         check_bounds(name, &f, 0.1, 4);
         check_bounds(name, &f, 0.05, 4);
+        if (layers[i] == 12) { /* every choice of one full layer: the double-precision pass takes seconds */
+            akv_segment *segment = NULL;
+            akv_diag diag = {0};
+            check_stats stats = {0};
+            CHECK_STATUS(akv_compress(&f.layer, &f.config, &segment, &diag), AKV_OK, &diag);
+            if (segment != NULL)
+                check_compressed(name, &f.layer, &f.config, segment, &stats);
+            akv_segment_release(segment);
+            printf("  %s: %lu tokens, %lu to another anchor (near-ties); %lu codes, %lu of them other\n", name, stats.tokens, stats.other_anchor,
+                   stats.codes, stats.other_code);
+        }
         fixture_free(&f);
     }
     printf(found > 0 ? "  used the %d full captured layers\n" : "  the full captured layers are not here (%d found): used the extract alone\n", found);
