@@ -70,7 +70,7 @@ void ref_attention_row(const ref_layer *layer, uint32_t query_head, uint32_t row
 
 /* ----------------------------------------------------------------------------------------------- anchors (section 3.1) */
 
-/* k = max(S / tokens_per_anchor, W + W/2), at most S. */
+/* k = max(S / tokens_per_anchor, W + W/2), at most S and 65535. */
 uint32_t ref_num_anchors(uint64_t tokens, uint32_t window, uint32_t tokens_per_anchor);
 
 /* Free anchors that the scores choose: floor(rho * (k - W)). */

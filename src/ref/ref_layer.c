@@ -105,7 +105,9 @@ uint32_t ref_num_anchors(uint64_t tokens, uint32_t window, uint32_t tokens_per_a
     uint64_t k = tokens / tokens_per_anchor;
     if (k < (uint64_t)window + window / 2)
         k = (uint64_t)window + window / 2;
-    return (uint32_t)(k < tokens ? k : tokens);
+    if (k > tokens)
+        k = tokens;
+    return k < 65535 ? (uint32_t)k : 65535; /* an anchor index has 16 bits */
 }
 
 uint32_t ref_num_top(uint32_t num_anchors, uint32_t window, double rho)
