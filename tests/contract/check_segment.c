@@ -253,6 +253,21 @@ static void check_selection(ctx *c)
                 strongest_out = -INFINITY;
             }
         }
+        if (getenv("AKV_TEST_VERBOSE") != NULL && !equal) {
+            double cut = INFINITY;
+            for (uint64_t at = 0; at < S * c->layer.heads; at++)
+                if (!c->is_anchor[at] && ref_view_owns(&c->view, side, (uint32_t)(at / S), at % S))
+                    cut = fmin(cut, c->score[side][at]);
+            unsigned open = 0;
+            double rel = 0;
+            for (uint64_t at = 0; at < S * c->layer.heads; at++)
+                if (!c->is_anchor[at] && fabs(c->score[side][at] - cut) <= c->score_tol[side][at]) {
+                    open++;
+                    rel = fmax(rel, c->score_tol[side][at] / c->score[side][at]);
+                }
+            printf("  %s: side %d: %llu chosen, %u within rounding of the cut %.3g, tolerance up to %.3g of it\n", c->name, side,
+                   (unsigned long long)count, open, cut, rel);
+        }
         CHECK_MSG(count == c->view.header->num_residuals[side], "%s: side %d: %llu bits set, header says %llu", c->name, side,
                   (unsigned long long)count, (unsigned long long)c->view.header->num_residuals[side]);
         if (equal)

@@ -9,11 +9,25 @@
 
 static check_stats stats;
 
+/*
+ * s->keep is the share of the residuals that the budget buys: neither none nor all of them, so that the choice matters. Short
+ * prompts with few dimensions may cost more than dense; then the budget ends just below dense.
+ */
+static uint64_t budget_for(const spec *s, const akv_shape *shape, const akv_experiment *experiment)
+{
+    uint32_t k = ref_num_anchors(s->S, s->W, experiment != NULL ? experiment->tokens_per_anchor : 128);
+    uint64_t none[2] = {0, 0}, all[2] = {s->H * (s->S - k), s->H * (s->S - k)};
+    uint64_t low = ref_compressed_bytes(shape, k, none), high = ref_compressed_bytes(shape, k, all);
+    uint64_t budget = low + (uint64_t)(s->keep * (double)(high - low)), dense = ref_dense_bytes(shape, akv_dtype_bytes(shape->dtype));
+    return budget < dense ? budget : dense - 1;
+}
+
 static void run_with(const spec *s, const akv_experiment *experiment)
 {
     fixture f;
     fixture_make(s, &f);
     f.config.experiment = experiment;
+    f.config.budget_bytes = budget_for(s, &f.layer.shape, experiment);
     akv_segment *segment = NULL;
     akv_diag diag = {0};
     akv_status status = akv_compress(&f.layer, &f.config, &segment, &diag);
@@ -37,7 +51,6 @@ static void head_dims(void)
         spec s = {.name = name, .S = 300, BASE, .seed = i};
         s.dk = s.rotary = dims[i][0];
         s.dv = dims[i][1];
-        s.keep = s.dk < 64 ? 0.9 : 0.45;
         run_with(&s, NULL);
     }
 }
@@ -53,7 +66,6 @@ static void groups_and_heads(void)
             s.G = group[i];
             s.H = heads[j];
             s.W = j % 2 ? 32 : 16;
-            s.keep = 0.5;
             run_with(&s, NULL);
         }
 }
@@ -66,11 +78,8 @@ static void lengths(void)
         snprintf(name, sizeof name, "S %llu", (unsigned long long)lengths[i]);
         spec s = {.name = name, .S = lengths[i], BASE, .seed = i};
         s.dk = s.dv = s.rotary = 128;
-        if (s.S < 200) { /* a small window leaves room for the fixed part */
-            s.W = 8;
-            s.keep = s.S < 100 ? 0.7 : 0.5;
-        } else
-            s.keep = s.S > 2000 ? 0.1 : 0.2;
+        if (s.S < 200)
+            s.W = 8; /* a small window leaves something to compress */
         run_with(&s, NULL);
     }
 }
@@ -82,7 +91,6 @@ static void wide_index(void)
     akv_experiment_init(&e);
     e.tokens_per_anchor = 4;
     spec s = {.name = "k 300", .S = 1200, BASE, .seed = 4};
-    s.keep = 0.5;
     run_with(&s, &e);
     s.S = 1027; /* k 256, the last that fits 8 bits */
     s.name = "k 256";
@@ -173,7 +181,6 @@ static void windows(void)
         snprintf(name, sizeof name, "W %u", w[i]);
         spec s = {.name = name, .S = 500, BASE, .seed = i};
         s.W = w[i];
-        s.keep = w[i] == 64 ? 0.4 : 0.3;
         run_with(&s, NULL);
     }
 }
