@@ -300,7 +300,7 @@ akv_segment *random_segment(const spec *s, uint32_t num_anchors, double density,
     return segment;
 }
 
-/* ------------------------------------------------------------------------------------------------ counting allocator */
+/* ----------------------------------------------------------------------------------------------- counting allocator */
 
 static pthread_mutex_t counter_lock = PTHREAD_MUTEX_INITIALIZER;
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cases.h - what the tests share: layers with realistic random content in every memory layout, segments with random valid
- * bytes, counting allocators, executors.
+ * cases.h - what the tests share: layers with realistic random content in every memory layout, segments with random
+ * valid bytes, counting allocators, executors.
  */
 #ifndef AKV_TEST_CASES_H
 #define AKV_TEST_CASES_H
@@ -46,7 +46,8 @@ typedef struct fixture {
     double *inv_freq;
 } fixture;
 
-/* A layer of gaussian clusters (keys biased, clustered before the rotation; queries lean on some keys), never fails: exits. */
+/* A layer of gaussian clusters (keys biased, clustered before the rotation; queries lean on some keys), never fails:
+ * exits. */
 void fixture_make(const spec *s, fixture *f);
 void fixture_free(fixture *f);
 
@@ -58,15 +59,16 @@ akv_tensor tensor_make(uint64_t heads, uint64_t tokens, uint32_t dim, akv_dtype 
 void tensor_set(const akv_tensor *t, uint64_t head, uint64_t token, uint64_t dim, double x); /* rounds to the dtype */
 
 /*
- * A segment whose bytes are random but valid: anchors, indices, coefficients, codes drawn blindly; `density` of the tokens
- * own a residual. Needs no codec. flags as in layout.h.
+ * A segment whose bytes are random but valid: anchors, indices, coefficients, codes drawn blindly; `density` of the
+ * tokens own a residual. Needs no codec. flags as in layout.h.
  */
 akv_segment *random_segment(const spec *s, uint32_t num_anchors, double density, uint32_t flags, uint64_t seed);
 
 /* An allocator that counts, fills new memory with a pattern, and can be told to fail. */
 typedef struct counter {
     akv_allocator hooks;
-    uint64_t live_bytes, live, total, fail_at; /* fail_at n: allocation number n (from 1) and later ones fail; 0 = never */
+    uint64_t live_bytes, live, total;
+    uint64_t fail_at;                          /* allocation number n (from 1) and later ones fail; 0 = never */
     uint64_t bad_free;                         /* frees whose size differs from the allocation's */
     uint64_t misaligned_ask;                   /* asks for more than 64 or no power of two */
     uint8_t fill;

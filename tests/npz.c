@@ -72,7 +72,8 @@ bool npz_find(const npz *file, const char *name, npz_array *out)
     const uint8_t *entry = file->bytes + le(end + 16, 4);
     for (uint32_t i = 0; i < le(end + 10, 2) && le(entry, 4) == 0x02014b50; i++) {
         uint32_t name_bytes = le(entry + 28, 2);
-        bool match = name_bytes == strlen(name) + 4 && memcmp(entry + 46, name, strlen(name)) == 0 && le(entry + 10, 2) == 0;
+        bool match =
+            name_bytes == strlen(name) + 4 && memcmp(entry + 46, name, strlen(name)) == 0 && le(entry + 10, 2) == 0;
         if (match) {
             const uint8_t *local = file->bytes + le(entry + 42, 4);
             return parse_npy(local + 30 + le(local + 26, 2) + le(local + 28, 2), out);

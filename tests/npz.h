@@ -22,8 +22,9 @@ bool npz_find(const npz *file, const char *name, npz_array *out);
 void npz_close(npz *file);
 
 /*
- * The captured layer as a fixture: keys rotated and rounded to f16 as an engine caches them. Qwen2.5's table: half-split,
- * base 1e6, scale 1/sqrt(d). `group` query heads per KV head follow from the shapes. False when the file is not there.
+ * The captured layer as a fixture: keys rotated and rounded to f16 as an engine caches them. Qwen2.5's table:
+ * half-split, base 1e6, scale 1/sqrt(d). `group` query heads per KV head follow from the shapes. False when the file is
+ * not there.
  */
 bool fixture_from_npz(const char *path, fixture *f);
 

@@ -4,8 +4,10 @@
 
     tools/extract_layer.py layer12.npz tests/data/layer12_tail.npz 700
 
-Arrays of the input (float16, stored uncompressed): K [H, S, d] before RoPE, V [H, S, d], Q [heads, 32, d] post-RoPE queries of
-the last 32 tokens. The output holds the last N tokens of K and V, Q as it is, and `first` (int32 [1]), the position of the first
+Arrays of the input (float16, stored uncompressed): K [H, S, d] before RoPE, V [H, S, d], Q [heads, 32, d] post-RoPE
+queries of
+the last 32 tokens. The output holds the last N tokens of K and V, Q as it is, and `first` (int32 [1]), the position of
+the first
 token kept. Needs no numpy.
 """
 import io

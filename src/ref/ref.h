@@ -3,12 +3,12 @@
  * ref.h - the double-precision reference: plain loops that follow the method's formulas line by line. It defines the
  * truth for every faster path and is linked to tests only.
  *
- * Written from the formulas (docs/method.md) and the byte layout (core/layout.h) alone; it shares no code with the codec
- * or with attention. Besides the formulas it carries a first-order model of fp32 rounding, so that a test can tell a
- * rounding difference from a fault: see docs/numerics.md for the derivation of every `tol` below.
+ * Written from the formulas (docs/method.md) and the byte layout (core/layout.h) alone; it shares no code with the
+ * codec or with attention. Besides the formulas it carries a first-order model of fp32 rounding, so that a test can
+ * tell a rounding difference from a fault: see docs/numerics.md for the derivation of every `tol` below.
  *
- * Shapes as in anchorkv.h. All arrays are contiguous doubles unless said otherwise. Functions that allocate return NULL or
- * false when out of memory.
+ * Shapes as in anchorkv.h. All arrays are contiguous doubles unless said otherwise. Functions that allocate return NULL
+ * or false when out of memory.
  */
 #ifndef AKV_REF_H
 #define AKV_REF_H
@@ -61,14 +61,15 @@ void ref_layer_free(ref_layer *layer);
 void ref_layer_row(const ref_layer *layer, int side, uint32_t head, uint64_t token, double *out);
 
 /*
- * Softmax weights a_p(q) of one observation query over the tokens it sees (j <= S - W + row); tokens it does not see get 0.
+ * Softmax weights a_p(q) of one observation query over the tokens it sees (j <= S - W + row); tokens it does not see
+ * get 0.
  *
  *   weights  out  [S]
  *   logits   out  [S] scaled and capped, or NULL
  */
 void ref_attention_row(const ref_layer *layer, uint32_t query_head, uint32_t row, double *weights, double *logits);
 
-/* ----------------------------------------------------------------------------------------------- anchors (section 3.1) */
+/* -------------------------------------------------------------------------------------------- anchors (section 3.1) */
 
 /* k = max(S / tokens_per_anchor, W + W/2), at most S and 65535. */
 uint32_t ref_num_anchors(uint64_t tokens, uint32_t window, uint32_t tokens_per_anchor);
@@ -87,7 +88,7 @@ bool ref_anchor_scores(const ref_layer *layer, uint32_t head, uint32_t pool_widt
 /* Marks the `count` largest scores of n (ties: the lower index first). */
 void ref_top(const double *scores, uint64_t n, uint64_t count, bool *chosen);
 
-/* -------------------------------------------------------------------------------------------- projection (section 3.2) */
+/* ----------------------------------------------------------------------------------------- projection (section 3.2) */
 
 typedef struct ref_projection {
     uint32_t index; /* anchor with the largest |cosine| among those of nonzero norm */
@@ -109,7 +110,7 @@ double ref_round_bf16(double x);
 double ref_half_ulp_f16(double x);
 double ref_half_ulp_bf16(double x);
 
-/* ------------------------------------------------------------------------------------------------ utility (section 3.3) */
+/* -------------------------------------------------------------------------------------------- utility (section 3.3) */
 
 /*
  * U_K and U_V of every token of one KV head.
@@ -124,7 +125,7 @@ double ref_half_ulp_bf16(double x);
 bool ref_utilities(const ref_layer *layer, uint32_t head, const double *residual_k, const double *residual_v,
                    const double *size_k, const double *size_v, double *const utility[2], double *const tol[2]);
 
-/* --------------------------------------------------------------------------------------------- quantiser (section 3.5) */
+/* ------------------------------------------------------------------------------------------ quantiser (section 3.5) */
 
 extern const double ref_levels[4];        /* Lloyd-Max of the unit Gaussian */
 extern const double ref_boundaries[3];
@@ -141,7 +142,7 @@ void ref_untransform(double *x, uint32_t dim, uint64_t seed, int side);
 /* Code of one coordinate: how many boundaries lie below x / scale. scale 0 codes everything as if x / scale were 0. */
 uint32_t ref_code(double x, double scale, bool plain);
 
-/* ------------------------------------------------------------------------------------------ bytes (section 4, layout.h) */
+/* -------------------------------------------------------------------------------------- bytes (section 4, layout.h) */
 
 typedef struct ref_plan {
     bool feasible;
@@ -155,7 +156,8 @@ typedef struct ref_plan {
     uint64_t residuals[2];
 } ref_plan;
 
-ref_plan ref_make_plan(const akv_shape *shape, double keep_ratio, uint64_t budget_bytes, const akv_experiment *experiment);
+ref_plan ref_make_plan(const akv_shape *shape, double keep_ratio, uint64_t budget_bytes,
+                       const akv_experiment *experiment);
 
 /* Object and blob of a compressed segment with that many residuals. */
 uint64_t ref_compressed_bytes(const akv_shape *shape, uint32_t num_anchors, const uint64_t residuals[2]);
@@ -163,7 +165,7 @@ uint64_t ref_compressed_bytes(const akv_shape *shape, uint32_t num_anchors, cons
 /* Object and blob of a dense segment whose elements take element_bytes. */
 uint64_t ref_dense_bytes(const akv_shape *shape, uint32_t element_bytes);
 
-/* ------------------------------------------------------------------------------------ reading canonical bytes (layout.h) */
+/* ------------------------------------------------------------------------------- reading canonical bytes (layout.h) */
 
 /* Where things are in a blob; no copy. */
 typedef struct ref_view {
@@ -195,7 +197,7 @@ void ref_view_codes(const ref_view *view, int side, uint32_t head, uint64_t toke
  */
 bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *size);
 
-/* ---------------------------------------------------------------------------------------------- attention (section 5) */
+/* -------------------------------------------------------------------------------------------- attention (section 5) */
 
 /*
  * One query row over n tokens: out = sum_p softmax_p(cap(scale q.k_p) + bias_p) v_p; a sink joins the denominator only.

@@ -15,8 +15,9 @@ static double norm(const double *x, uint32_t n)
 }
 
 /* Largest error of the same computation in plain fp32 loops over keys and values rounded to fp32. */
-static double plain_error(const double *q, uint64_t n, const double *keys, uint32_t dim_k, const double *values, uint32_t dim_v,
-                          const double *bias, double scale, double cap, const float *sink, double top, const double *want)
+static double plain_error(const double *q, uint64_t n, const double *keys, uint32_t dim_k, const double *values,
+                          uint32_t dim_v, const double *bias, double scale, double cap, const float *sink, double top,
+                          const double *want)
 {
     float out[1024] = {0}, sum = sink != NULL ? expf(*sink - (float)top) : 0;
     for (uint64_t p = 0; p < n; p++) {
@@ -88,7 +89,8 @@ bool ref_attend_row(const double *q, uint64_t n, const double *keys, const doubl
     result->max = max;
     result->lse = sum > 0 ? top + log(sum) : -INFINITY;
     result->tol_logit = tol_logit + ref_gamma((double)visible);
-    /* a weight is off by tol_logit in its exponent, and so is the denominator; both sums and the products round besides */
+    /* a weight is off by tol_logit in its exponent, and so is the denominator; both sums and the products round besides
+     */
     result->tol_out = sum > 0 ? mass / sum * (2 * tol_logit + 2 * ref_gamma((double)visible) + ref_gamma(dim_v)) : 0;
     result->plain = plain_error(q, n, keys, dim_k, values, dim_v, bias, scale, cap, sink, top, out);
     free(logit);

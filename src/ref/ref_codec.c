@@ -64,7 +64,7 @@ double ref_round_bf16(double x)
     return y > largest ? largest : y < -largest ? -largest : y;
 }
 
-/* -------------------------------------------------------------------------------------------------------- projection */
+/* ------------------------------------------------------------------------------------------------------- projection */
 
 double ref_abs_cosine(const double *x, const double *a, uint32_t dim)
 {
@@ -94,7 +94,7 @@ ref_projection ref_project(const double *x, const double *anchors, uint32_t num_
     return best;
 }
 
-/* ----------------------------------------------------------------------------------------------------------- utility */
+/* ---------------------------------------------------------------------------------------------------------- utility */
 
 bool ref_utilities(const ref_layer *layer, uint32_t head, const double *residual_k, const double *residual_v,
                    const double *size_k, const double *size_v, double *const utility[2], double *const tol[2])
@@ -188,7 +188,7 @@ bool ref_utilities(const ref_layer *layer, uint32_t head, const double *residual
     return true;
 }
 
-/* --------------------------------------------------------------------------------------------------------- quantiser */
+/* -------------------------------------------------------------------------------------------------------- quantiser */
 
 const double ref_levels[4] = {-1.5104, -0.4528, 0.4528, 1.5104};
 const double ref_boundaries[3] = {-0.9816, 0, 0.9816};

@@ -36,7 +36,8 @@ double ref_view_position(const ref_view *view, uint64_t token)
 
 uint32_t ref_view_anchor_token(const ref_view *view, uint32_t head, uint32_t anchor)
 {
-    return ((const uint32_t *)section(view, AKV_SEC_ANCHOR_TOKENS))[(uint64_t)head * view->header->num_anchors + anchor];
+    const uint32_t *tokens = section(view, AKV_SEC_ANCHOR_TOKENS);
+    return tokens[(uint64_t)head * view->header->num_anchors + anchor];
 }
 
 void ref_view_anchor(const ref_view *view, int side, uint32_t head, uint32_t anchor, double *out)
@@ -111,7 +112,8 @@ void ref_view_codes(const ref_view *view, int side, uint32_t head, uint64_t toke
     uint64_t block = token / AKV_BLOCK_TOKENS * AKV_BLOCK_TOKENS;
     uint64_t block_end = block + AKV_BLOCK_TOKENS < S ? block + AKV_BLOCK_TOKENS : S;
     uint64_t first = ref_view_first_residual(view, side, head) + count_owned(view, side, head, 0, block);
-    read_codes(view, side, first, count_owned(view, side, head, block, block_end), count_owned(view, side, head, block, token), codes);
+    read_codes(view, side, first, count_owned(view, side, head, block, block_end),
+               count_owned(view, side, head, block, token), codes);
 }
 
 static double norm(const double *x, uint32_t n)

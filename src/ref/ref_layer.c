@@ -39,8 +39,10 @@ bool ref_layer_load(const akv_layer *in, ref_layer *out)
     out->keys = load(&in->keys, out->heads, 0, s->num_tokens, out->dim[0]);
     out->values = load(&in->values, out->heads, 0, s->num_tokens, out->dim[1]);
     if (in->queries.data != NULL)
-        out->queries = load(&in->queries, (uint64_t)out->heads * out->group, s->num_queries - out->window, out->window, out->dim[0]);
-    if (out->positions == NULL || out->keys == NULL || out->values == NULL || (in->queries.data != NULL && out->queries == NULL)) {
+        out->queries = load(&in->queries, (uint64_t)out->heads * out->group, s->num_queries - out->window, out->window,
+                            out->dim[0]);
+    if (out->positions == NULL || out->keys == NULL || out->values == NULL ||
+        (in->queries.data != NULL && out->queries == NULL)) {
         ref_layer_free(out);
         return false;
     }
@@ -142,7 +144,8 @@ bool ref_anchor_scores(const ref_layer *layer, uint32_t head, uint32_t pool_widt
         scores[p] = sum / pool_width;
     }
     if (tol != NULL) {
-        /* a weight's relative error: twice the largest logit error (numerator and denominator) + the rounding of the sums */
+        /* a weight's relative error: twice the largest logit error (numerator and denominator) + the rounding of the
+         * sums */
         double qmax = 0, kmax = 0;
         for (uint64_t r = 0; r < (uint64_t)layer->group * layer->window; r++) {
             const double *q = layer->queries + ((uint64_t)head * layer->group * layer->window + r) * layer->dim[0];
@@ -159,7 +162,8 @@ bool ref_anchor_scores(const ref_layer *layer, uint32_t head, uint32_t pool_widt
             kmax = fmax(kmax, s);
         }
         double logit = ref_gamma(layer->dim[0]) * layer->scale * sqrt(qmax * kmax);
-        double relative = 2 * logit + ref_gamma((double)layer->tokens) + ref_gamma((double)layer->group * layer->window + pool_width);
+        double relative =
+            2 * logit + ref_gamma((double)layer->tokens) + ref_gamma((double)layer->group * layer->window + pool_width);
         for (uint64_t p = 0; p < n; p++)
             tol[p] = relative * scores[p];
     }

@@ -34,15 +34,15 @@ static void check_anchor_set(ctx *c, uint32_t head)
     uint32_t previous = 0, in_window = 0;
     for (uint32_t a = 0; a < c->k; a++) {
         uint32_t token = ref_view_anchor_token(&c->view, head, a);
-        CHECK_MSG(token < S && (a == 0 || token > previous), "%s: head %u anchor %u is token %u after %u", c->name, head, a, token,
-                  previous);
+        CHECK_MSG(token < S && (a == 0 || token > previous), "%s: head %u anchor %u is token %u after %u", c->name,
+                  head, a, token, previous);
         previous = token;
         if (token < S)
             is_anchor[token] = true;
         in_window += token >= n;
     }
-    CHECK_MSG(in_window == c->layer.window, "%s: head %u has %u of %u window tokens as anchors", c->name, head, in_window,
-              c->layer.window);
+    CHECK_MSG(in_window == c->layer.window, "%s: head %u has %u of %u window tokens as anchors", c->name, head,
+              in_window, c->layer.window);
 
     double rho = c->experiment == NULL ? 0.7 : c->experiment->no_random_anchors ? 1.0 : c->experiment->rho;
     uint32_t width = c->experiment == NULL ? 7 : c->experiment->pool_width;
@@ -60,8 +60,8 @@ static void check_anchor_set(ctx *c, uint32_t head)
         }
     for (uint64_t p = 0; p < n; p++)
         if (chosen[p] && score[p] - tol[p] > cut + cut_tol)
-            CHECK_MSG(is_anchor[p], "%s: head %u token %llu scores %.9g, above the cut %.9g, and is no anchor", c->name, head,
-                      (unsigned long long)p, score[p], cut);
+            CHECK_MSG(is_anchor[p], "%s: head %u token %llu scores %.9g, above the cut %.9g, and is no anchor", c->name,
+                      head, (unsigned long long)p, score[p], cut);
     free(score);
     free(tol);
     free(chosen);
@@ -83,8 +83,8 @@ static void check_anchor_vectors(ctx *c, uint32_t head, int side, bool post)
         double turn = side == AKV_SIDE_K && !post && c->layer.rope.rotary_dim > 0 ? 4 * REF_U * norm(x, dim) : 0;
         for (uint32_t i = 0; i < dim; i++) {
             double half = ref_half_ulp_bf16(fabs(x[i]) + turn);
-            CHECK_NEAR(a[i], turn > 0 ? x[i] : ref_round_bf16(x[i]), turn > 0 ? half + turn : 0, "%s: anchor %u side %d head %u dim %u",
-                       c->name, j, side, head, i);
+            CHECK_NEAR(a[i], turn > 0 ? x[i] : ref_round_bf16(x[i]), turn > 0 ? half + turn : 0,
+                       "%s: anchor %u side %d head %u dim %u", c->name, j, side, head, i);
         }
     }
 }
@@ -122,14 +122,16 @@ static void check_projection(ctx *c, uint32_t head, int side, bool post, double 
             memcpy(x, c->layer.keys + (head * S + p) * dim, dim * sizeof *x);
         else
             ref_layer_row(&c->layer, side, head, p, x);
-        if (!CHECK_MSG(index < c->k, "%s: side %d head %u token %llu names anchor %u", c->name, side, head, (unsigned long long)p, index))
+        if (!CHECK_MSG(index < c->k, "%s: side %d head %u token %llu names anchor %u", c->name, side, head,
+                       (unsigned long long)p, index))
             continue;
         memcpy(a, anchors + (uint64_t)index * dim, dim * sizeof *a);
         double x_norm = norm(x, dim), a_norm = norm(a, dim);
         double cosine = ref_abs_cosine(x, a, dim);
         if (c->is_anchor[head * S + p]) {
-            CHECK_MSG(index == own && gamma == 1, "%s: side %d head %u: anchor token %llu has index %u (own %u), coefficient %g", c->name,
-                      side, head, (unsigned long long)p, index, own, gamma);
+            CHECK_MSG(index == own && gamma == 1,
+                      "%s: side %d head %u: anchor token %llu has index %u (own %u), coefficient %g", c->name, side,
+                      head, (unsigned long long)p, index, own, gamma);
             own++;
         } else {
             ref_projection best = ref_project(x, anchors, c->k, dim);
@@ -137,19 +139,21 @@ static void check_projection(ctx *c, uint32_t head, int side, bool post, double 
             c->stats->other_anchor += index != best.index;
             if (best.cosine > 0) {
                 /* a cosine is a sum of dim products over two norms, for each of the two anchors compared */
-                CHECK_NEAR(cosine, best.cosine, 4 * ref_gamma(dim), "%s: |cosine| of side %d head %u token %llu, anchor %u against %u",
-                           c->name, side, head, (unsigned long long)p, index, best.index);
+                CHECK_NEAR(cosine, best.cosine, 4 * ref_gamma(dim),
+                           "%s: |cosine| of side %d head %u token %llu, anchor %u against %u", c->name, side, head,
+                           (unsigned long long)p, index, best.index);
                 double dot = 0;
                 for (uint32_t i = 0; i < dim; i++)
                     dot += x[i] * a[i];
                 double want = a_norm > 0 ? dot / (a_norm * a_norm) : 0;
                 double rounding = 2 * ref_gamma(dim) * x_norm / (a_norm > 0 ? a_norm : 1);
                 double clamped = want > 65504 ? 65504 : want < -65504 ? -65504 : want;
-                CHECK_NEAR(gamma, clamped, ref_half_ulp_f16(fabs(clamped) + rounding) + rounding, "%s: gamma of side %d head %u token %llu",
-                           c->name, side, head, (unsigned long long)p);
+                CHECK_NEAR(gamma, clamped, ref_half_ulp_f16(fabs(clamped) + rounding) + rounding,
+                           "%s: gamma of side %d head %u token %llu", c->name, side, head, (unsigned long long)p);
             } else
-                CHECK_MSG(gamma == 0 || a_norm == 0 || x_norm == 0, "%s: side %d head %u token %llu: gamma %g on a token without direction",
-                          c->name, side, head, (unsigned long long)p, gamma);
+                CHECK_MSG(gamma == 0 || a_norm == 0 || x_norm == 0,
+                          "%s: side %d head %u token %llu: gamma %g on a token without direction", c->name, side, head,
+                          (unsigned long long)p, gamma);
         }
         /* the residual in the domain where it is stored */
         if (side == AKV_SIDE_K && !post)
@@ -187,13 +191,14 @@ static void check_codes(ctx *c, uint32_t head, int side, const double *residual,
         double largest = 0, error = 0, error_absmax = 0;
         for (uint32_t i = 0; i < dim; i++)
             largest = fmax(largest, fabs(x[i]));
-        /* the subtraction and its turn: 8 u of what was subtracted; the transform adds log2(dim) roundings, 12 in all at most */
+        /* the subtraction and its turn: 8 u of what was subtracted; the transform adds log2(dim) roundings, 12 in all
+         * at most */
         double tol = 20 * REF_U * size[p];
         double absmax = ref_round_f16(largest / level[3]);
         if (!least_squares)
             CHECK_NEAR(scale, largest / level[3] > 65504 ? 65504 : largest / level[3],
-                       ref_half_ulp_f16(largest / level[3] + tol) + tol / level[3], "%s: scale of side %d head %u token %llu", c->name, side,
-                       head, (unsigned long long)p);
+                       ref_half_ulp_f16(largest / level[3] + tol) + tol / level[3],
+                       "%s: scale of side %d head %u token %llu", c->name, side, head, (unsigned long long)p);
         CHECK_MSG(scale >= 0 && isfinite(scale), "%s: scale %g", c->name, scale);
         for (uint32_t i = 0; i < dim; i++) {
             c->stats->codes++;
@@ -209,13 +214,14 @@ static void check_codes(ctx *c, uint32_t head, int side, const double *residual,
             double nearest = INFINITY;
             for (int j = 0; j < 3; j++)
                 nearest = fmin(nearest, fabs(z - boundary[j]));
-            CHECK_MSG(nearest <= tol / scale + 4 * REF_U * fabs(z), "%s: side %d head %u token %llu dim %u: %.9g has code %u, %.3g from a boundary",
-                      c->name, side, head, (unsigned long long)p, i, z, codes[i], nearest);
+            CHECK_MSG(nearest <= tol / scale + 4 * REF_U * fabs(z),
+                      "%s: side %d head %u token %llu dim %u: %.9g has code %u, %.3g from a boundary", c->name, side,
+                      head, (unsigned long long)p, i, z, codes[i], nearest);
         }
         /* 1.002: both scales are rounded to f16 (2^-11), after which neither is exactly optimal */
         if (least_squares)
-            CHECK_MSG(sqrt(error) <= 1.002 * sqrt(error_absmax) + tol, "%s: least squares leaves %.6g, absmax %.6g", c->name, sqrt(error),
-                      sqrt(error_absmax));
+            CHECK_MSG(sqrt(error) <= 1.002 * sqrt(error_absmax) + tol, "%s: least squares leaves %.6g, absmax %.6g",
+                      c->name, sqrt(error), sqrt(error_absmax));
         c->stats->residuals++;
     }
 }
@@ -234,7 +240,8 @@ static void check_selection(ctx *c)
                 uint64_t at = h * S + p;
                 bool owns = ref_view_owns(&c->view, side, h, p);
                 of_head += owns;
-                CHECK_MSG(!owns || !c->is_anchor[at], "%s: anchor token %llu owns a residual", c->name, (unsigned long long)p);
+                CHECK_MSG(!owns || !c->is_anchor[at], "%s: anchor token %llu owns a residual", c->name,
+                          (unsigned long long)p);
                 if (c->is_anchor[at])
                     continue;
                 if (owns)
@@ -247,7 +254,8 @@ static void check_selection(ctx *c)
             most = of_head > most ? of_head : most;
             if (equal || h + 1 == c->layer.heads) {
                 if (c->experiment == NULL || c->experiment->rank != AKV_RANK_RANDOM)
-                    CHECK_MSG(weakest_in >= strongest_out, "%s: side %d: a token with at least %.9g has no residual, one with at most %.9g has",
+                    CHECK_MSG(weakest_in >= strongest_out,
+                              "%s: side %d: a token with at least %.9g has no residual, one with at most %.9g has",
                               c->name, side, strongest_out, weakest_in);
                 weakest_in = INFINITY;
                 strongest_out = -INFINITY;
@@ -265,14 +273,14 @@ static void check_selection(ctx *c)
                     open++;
                     rel = fmax(rel, c->score_tol[side][at] / c->score[side][at]);
                 }
-            printf("  %s: side %d: %llu chosen, %u within rounding of the cut %.3g, tolerance up to %.3g of it\n", c->name, side,
-                   (unsigned long long)count, open, cut, rel);
+            printf("  %s: side %d: %llu chosen, %u within rounding of the cut %.3g, tolerance up to %.3g of it\n",
+                   c->name, side, (unsigned long long)count, open, cut, rel);
         }
-        CHECK_MSG(count == c->view.header->num_residuals[side], "%s: side %d: %llu bits set, header says %llu", c->name, side,
-                  (unsigned long long)count, (unsigned long long)c->view.header->num_residuals[side]);
+        CHECK_MSG(count == c->view.header->num_residuals[side], "%s: side %d: %llu bits set, header says %llu", c->name,
+                  side, (unsigned long long)count, (unsigned long long)c->view.header->num_residuals[side]);
         if (equal)
-            CHECK_MSG(most == fewest, "%s: side %d: heads own %llu to %llu residuals", c->name, side, (unsigned long long)fewest,
-                      (unsigned long long)most);
+            CHECK_MSG(most == fewest, "%s: side %d: heads own %llu to %llu residuals", c->name, side,
+                      (unsigned long long)fewest, (unsigned long long)most);
     }
 }
 
@@ -305,7 +313,8 @@ static void check_ranks(ctx *c)
         for (uint32_t h = 0; h < c->layer.heads; h++)
             for (uint64_t p = 0; p < S; p++) {
                 if (p % AKV_BLOCK_TOKENS == 0)
-                    CHECK_MSG(ranks[at++] == before, "%s: side %d: rank of head %u token %llu", c->name, side, h, (unsigned long long)p);
+                    CHECK_MSG(ranks[at++] == before, "%s: side %d: rank of head %u token %llu", c->name, side, h,
+                              (unsigned long long)p);
                 before += ref_view_owns(&c->view, side, h, p);
             }
         CHECK(ranks[at] == before);
@@ -321,18 +330,21 @@ static void check_header(ctx *c, const akv_config *config, const akv_segment *se
     akv_segment_data(segment, &blob_bytes);
     CHECK(h->magic == AKV_SEGMENT_MAGIC && h->major == AKV_SEGMENT_MAJOR && h->header_bytes == 512);
     CHECK(h->total_bytes == blob_bytes && blob_bytes % 64 == 0);
-    CHECK_MSG(plan.total == blob_bytes + 64, "%s: %llu bytes, the reference plans %llu", c->name, (unsigned long long)blob_bytes + 64,
-              (unsigned long long)plan.total);
+    CHECK_MSG(plan.total == blob_bytes + 64, "%s: %llu bytes, the reference plans %llu", c->name,
+              (unsigned long long)blob_bytes + 64, (unsigned long long)plan.total);
     CHECK(h->kind == AKV_SEGMENT_COMPRESSED && h->dense_reason == AKV_DENSE_NONE && h->profile == AKV_PROFILE_PAPER);
     CHECK(h->num_tokens == s->num_tokens && h->num_kv_heads == s->num_kv_heads && h->gqa_group == s->gqa_group);
     CHECK(h->head_dim[0] == s->head_dim_k && h->head_dim[1] == s->head_dim_v && h->rotary_dim == s->rotary_dim);
     CHECK(h->rope_style == (uint32_t)c->in->rope.style || s->rotary_dim == 0);
-    CHECK(h->magnitude == c->in->rope.magnitude && h->sm_scale == c->in->sm_scale && h->logit_softcap == c->in->logit_softcap);
-    CHECK((double)h->first_position == c->layer.positions[0] && (double)h->last_position == c->layer.positions[s->num_tokens - 1]);
+    CHECK(h->magnitude == c->in->rope.magnitude && h->sm_scale == c->in->sm_scale &&
+          h->logit_softcap == c->in->logit_softcap);
+    CHECK((double)h->first_position == c->layer.positions[0] &&
+          (double)h->last_position == c->layer.positions[s->num_tokens - 1]);
     CHECK(h->num_anchors == plan.num_anchors && h->budget_bytes == plan.budget);
     CHECK_MSG(h->num_residuals[0] == plan.residuals[0] && h->num_residuals[1] == plan.residuals[1],
-              "%s: residuals %llu + %llu, the reference plans %llu + %llu", c->name, (unsigned long long)h->num_residuals[0],
-              (unsigned long long)h->num_residuals[1], (unsigned long long)plan.residuals[0], (unsigned long long)plan.residuals[1]);
+              "%s: residuals %llu + %llu, the reference plans %llu + %llu", c->name,
+              (unsigned long long)h->num_residuals[0], (unsigned long long)h->num_residuals[1],
+              (unsigned long long)plan.residuals[0], (unsigned long long)plan.residuals[1]);
     for (uint64_t p = 0; p < s->num_tokens; p++)
         if (ref_view_position(&c->view, p) != c->layer.positions[p]) {
             CHECK_MSG(0, "%s: position of token %llu", c->name, (unsigned long long)p);
@@ -373,7 +385,8 @@ void check_compressed(const char *name, const akv_layer *layer, const akv_config
             check_codes(&c, h, side, residual[side], size[side]);
         }
         if (rank == AKV_RANK_UTILITY) {
-            double *u[2] = {c.score[0] + h * S, c.score[1] + h * S}, *t[2] = {c.score_tol[0] + h * S, c.score_tol[1] + h * S};
+            double *u[2] = {c.score[0] + h * S, c.score[1] + h * S},
+                   *t[2] = {c.score_tol[0] + h * S, c.score_tol[1] + h * S};
             must(ref_utilities(&c.layer, h, residual[0], residual[1], size[0], size[1], u, t) ? &c : NULL);
         } else if (rank == AKV_RANK_ATTENTION)
             rank_by_attention(&c, h);
@@ -405,21 +418,25 @@ void check_decode(const char *name, const akv_segment *segment)
             must(ref_decode(blob, side, head, want[side], size[side]) ? &diag : NULL);
         }
         /* everything at once, then pieces that begin and end inside blocks and groups */
-        const uint64_t ranges[][2] = {{0, S}, {S / 3, (S + 1) / 2}, {S - 1, 1}, {S > 1030 ? 1017 : 0, S > 1030 ? 13 : S}, {S, 0}};
+        const uint64_t ranges[][2] = {
+            {0, S}, {S / 3, (S + 1) / 2}, {S - 1, 1}, {S > 1030 ? 1017 : 0, S > 1030 ? 13 : S}, {S, 0}};
         for (size_t i = 0; i < sizeof ranges / sizeof ranges[0]; i++) {
             uint64_t first = ranges[i][0], n = ranges[i][1];
-            CHECK_STATUS(akv_segment_decode(segment, head, first, n, got[0], i == 1 ? NULL : got[1], &diag), AKV_OK, &diag);
+            CHECK_STATUS(akv_segment_decode(segment, head, first, n, got[0], i == 1 ? NULL : got[1], &diag), AKV_OK,
+                         &diag);
             for (int side = 0; side < (i == 1 ? 1 : 2); side++)
                 for (uint64_t p = 0; p < n; p++) {
                     uint32_t dim = h->head_dim[side];
-                    /* 16 u of the parts' norms: turn, product, transform (log2 dim sums of halving size), sum; dense is exact */
+                    /* 16 u of the parts' norms: turn, product, transform (log2 dim sums of halving size), sum; dense is
+                     * exact */
                     double tol = h->kind == AKV_SEGMENT_DENSE ? 0 : 16 * REF_U * size[side][first + p];
                     double worst = 0;
                     for (uint32_t d = 0; d < dim; d++) {
                         double off = fabs((double)got[side][p * dim + d] - want[side][(first + p) * dim + d]);
                         worst = off > worst || isnan(off) ? off : worst;
                     }
-                    CHECK_NEAR(worst, 0, tol, "%s: decode side %d head %u token %llu", name, side, head, (unsigned long long)(first + p));
+                    CHECK_NEAR(worst, 0, tol, "%s: decode side %d head %u token %llu", name, side, head,
+                               (unsigned long long)(first + p));
                 }
         }
         for (int side = 0; side < 2; side++) {

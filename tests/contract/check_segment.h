@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * check_segment.h - holds one compressed segment against the reference: every choice that the compressor made, one after
- * the other, each judged given the choices before it (so that one near-tie does not fail everything behind it).
+ * check_segment.h - holds one compressed segment against the reference: every choice that the compressor made, one
+ * after the other, each judged given the choices before it (so that one near-tie does not fail everything behind it).
  */
 #ifndef AKV_CHECK_SEGMENT_H
 #define AKV_CHECK_SEGMENT_H

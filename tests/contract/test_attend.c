@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_attend.c - akv_attend against ref_attend over a table of shapes, segments, tails and masks. The tolerance of each
- * output row is computed by the reference from that row's own norms (docs/numerics.md, "attention").
+ * test_attend.c - akv_attend against ref_attend over a table of shapes, segments, tails and masks. The tolerance of
+ * each output row is computed by the reference from that row's own norms (docs/numerics.md, "attention").
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -10,7 +10,8 @@ typedef struct attend_case {
     const char *name;
     uint32_t H, G, dk, dv, T;
     uint64_t segment_tokens[4]; /* 0 ends */
-    char segment_kind[5];       /* per segment: c compressed, p plain codes, r anchors after the rotation, 3/h/b dense f32/f16/bf16 */
+    char segment_kind[5];       /* per segment: c compressed, p plain codes, r anchors after the rotation, 3/h/b dense
+                                   f32/f16/bf16 */
     uint32_t anchors;           /* of compressed ones */
     double density;             /* of residuals */
     uint64_t tail;
@@ -36,9 +37,9 @@ typedef struct setup {
 } setup;
 
 /*
- * A row may be off by 8 times the largest error that plain fp32 loops make anywhere in the case: the compressed form sums
- * two parts larger than their sum, and turns and transforms them. Never more than the rounding bound; and never asked to
- * be closer than a few roundings of the largest weighted value.
+ * A row may be off by 8 times the largest error that plain fp32 loops make anywhere in the case: the compressed form
+ * sums two parts larger than their sum, and turns and transforms them. Never more than the rounding bound; and never
+ * asked to be closer than a few roundings of the largest weighted value.
  */
 #define PLAIN_FACTOR 8
 static double worst_ratio; /* largest error / tolerance seen: how much room the tolerance leaves */
@@ -66,9 +67,21 @@ static void setup_make(const attend_case *c, setup *s)
     p->logit_softcap = c->softcap;
     int32_t at = c->first_position;
     for (int i = 0; i < 4 && c->segment_tokens[i] > 0; i++) {
-        spec sp = {.name = c->name, .S = c->segment_tokens[i], .H = c->H, .G = c->G, .dk = c->dk, .dv = c->dv, .W = 1, .rotary = c->rotary,
-                   .style = c->style, .magnitude = c->magnitude, .softcap = c->softcap, .first_position = at, .gaps = c->gaps,
-                   .seed = c->seed + 17 * (uint64_t)i, .keep = 1};
+        spec sp = {.name = c->name,
+                   .S = c->segment_tokens[i],
+                   .H = c->H,
+                   .G = c->G,
+                   .dk = c->dk,
+                   .dv = c->dv,
+                   .W = 1,
+                   .rotary = c->rotary,
+                   .style = c->style,
+                   .magnitude = c->magnitude,
+                   .softcap = c->softcap,
+                   .first_position = at,
+                   .gaps = c->gaps,
+                   .seed = c->seed + 17 * (uint64_t)i,
+                   .keep = 1};
         at += (int32_t)(sp.S * (c->gaps ? 4 : 1));
         char kind = c->segment_kind[i];
         if (kind == 'c' || kind == 'p' || kind == 'r') {
@@ -101,7 +114,8 @@ static void setup_make(const attend_case *c, setup *s)
         p->tail_mask = tensor_make(1, c->T, (uint32_t)c->tail, c->dtype, c->layout, &s->memory[3]);
         for (uint64_t t = 0; t < c->T; t++)
             for (uint64_t j = 0; j < c->tail; j++)
-                tensor_set(&p->tail_mask, 0, t, j, c->mask == 'a' || random_unit(&rng) < 0.4 ? -INFINITY : -2 * random_unit(&rng));
+                tensor_set(&p->tail_mask, 0, t, j,
+                           c->mask == 'a' || random_unit(&rng) < 0.4 ? -INFINITY : -2 * random_unit(&rng));
     }
     if (c->sinks) {
         s->sinks = must(malloc(QH * sizeof *s->sinks));
@@ -177,23 +191,27 @@ static void run(const attend_case *c)
                 double off = fabs(got[i] - want[r * c->dv + i]);
                 worst = off > worst || isnan(off) ? off : worst;
             }
-            CHECK_NEAR(worst, 0, tol, "%s: out of query head %llu row %llu", c->name, (unsigned long long)h, (unsigned long long)t);
+            CHECK_NEAR(worst, 0, tol, "%s: out of query head %llu row %llu", c->name, (unsigned long long)h,
+                       (unsigned long long)t);
             if (tol > 0 && worst / tol > worst_ratio) {
                 worst_ratio = worst / tol;
                 if (getenv("AKV_TEST_VERBOSE") != NULL)
                     printf("  %s: %.3g of %.3g, plain %.3g, bound %.3g\n", c->name, worst, tol, plain, row[r].tol_out);
             }
             if (row[r].lse == -INFINITY) {
-                CHECK_MSG(s.max[r] == -INFINITY && s.sum[r] == 0, "%s: a row that sees nothing has state (%g, %g)", c->name, s.max[r], s.sum[r]);
+                CHECK_MSG(s.max[r] == -INFINITY && s.sum[r] == 0, "%s: a row that sees nothing has state (%g, %g)",
+                          c->name, s.max[r], s.sum[r]);
                 continue;
             }
-            CHECK_NEAR(s.max[r] + log(s.sum[r]), row[r].lse, row[r].tol_logit + 4 * REF_U * (fabs(row[r].lse) + fabs(row[r].max == -INFINITY ? 0 : row[r].max)),
-                       "%s: log-sum-exp of query head %llu row %llu", c->name, (unsigned long long)h, (unsigned long long)t);
+            CHECK_NEAR(
+                s.max[r] + log(s.sum[r]), row[r].lse,
+                row[r].tol_logit + 4 * REF_U * (fabs(row[r].lse) + fabs(row[r].max == -INFINITY ? 0 : row[r].max)),
+                "%s: log-sum-exp of query head %llu row %llu", c->name, (unsigned long long)h, (unsigned long long)t);
             /* the sink may or may not be folded into the maximum */
             double sink = c->sinks ? s.sinks[h] : -INFINITY;
             double near_max = fabs(s.max[r] - row[r].max), near_sink = fabs(s.max[r] - fmax(row[r].max, sink));
-            CHECK_MSG(fmin(near_max, near_sink) <= row[r].tol_logit + 4 * REF_U * fabs(s.max[r]), "%s: max %.9g, largest logit %.9g", c->name, s.max[r],
-                      row[r].max);
+            CHECK_MSG(fmin(near_max, near_sink) <= row[r].tol_logit + 4 * REF_U * fabs(s.max[r]),
+                      "%s: max %.9g, largest logit %.9g", c->name, s.max[r], row[r].max);
         }
     /* nothing but the rows was written */
     uint64_t untouched = 0;
@@ -215,7 +233,8 @@ static void run(const attend_case *c)
         for (uint64_t i = 0; i < s.out_floats; i++)
             s.out[i] = 12345;
         CHECK_STATUS(attend(p, &diag), AKV_OK, &diag);
-        CHECK_MSG(memcmp(first, s.out, s.out_floats * sizeof *first) == 0, "%s: %u threads give other bits", c->name, threads);
+        CHECK_MSG(memcmp(first, s.out, s.out_floats * sizeof *first) == 0, "%s: %u threads give other bits", c->name,
+                  threads);
         akv_threads_destroy(pool);
     }
     free(first);
@@ -224,17 +243,21 @@ static void run(const attend_case *c)
     setup_free(&s);
 }
 
-#define CASE(...) run(&(attend_case){.H = 2, .G = 2, .dk = 64, .dv = 64, .T = 1, .anchors = 20, .density = 0.3, .rotary = 64, __VA_ARGS__})
+#define CASE(...)       \
+    run(&(attend_case){ \
+        .H = 2, .G = 2, .dk = 64, .dv = 64, .T = 1, .anchors = 20, .density = 0.3, .rotary = 64, __VA_ARGS__})
 
 static void head_dims(void)
 {
-    const uint32_t dims[][2] = {{64, 64}, {80, 80}, {96, 96}, {112, 112}, {128, 128}, {192, 192}, {256, 256}, {192, 128}, {64, 128}, {6, 10}, {2, 2}};
+    const uint32_t dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {112, 112}, {128, 128}, {192, 192},
+                                {256, 256}, {192, 128}, {64, 128}, {6, 10},    {2, 2}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         char name[64];
         snprintf(name, sizeof name, "dk %u dv %u", dims[i][0], dims[i][1]);
-        CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0], .segment_tokens = {300}, .segment_kind = "c", .seed = i);
-        CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0], .segment_tokens = {200, 50}, .segment_kind = "ch", .tail = 9,
-             .T = 5, .style = AKV_ROPE_INTERLEAVED, .seed = i + 100);
+        CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0], .segment_tokens = {300},
+             .segment_kind = "c", .seed = i);
+        CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0], .segment_tokens = {200, 50},
+             .segment_kind = "ch", .tail = 9, .T = 5, .style = AKV_ROPE_INTERLEAVED, .seed = i + 100);
     }
 }
 
@@ -245,8 +268,8 @@ static void groups_and_heads(void)
         for (size_t j = 0; j < 4; j++) {
             char name[64];
             snprintf(name, sizeof name, "G %u H %u", group[i], heads[j]);
-            CASE(.name = name, .G = group[i], .H = heads[j], .T = 1 + (uint32_t)(i + j) % 3, .segment_tokens = {150, 40}, .segment_kind = "c3", .tail = 4,
-                 .seed = i * 10 + j);
+            CASE(.name = name, .G = group[i], .H = heads[j], .T = 1 + (uint32_t)(i + j) % 3,
+                 .segment_tokens = {150, 40}, .segment_kind = "c3", .tail = 4, .seed = i * 10 + j);
         }
 }
 
@@ -256,11 +279,12 @@ static void lengths(void)
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) {
         char name[64];
         snprintf(name, sizeof name, "S %llu", (unsigned long long)list[i]);
-        CASE(.name = name, .segment_tokens = {list[i]}, .segment_kind = "c", .dk = 128, .dv = 128, .rotary = 128, .seed = i);
+        CASE(.name = name, .segment_tokens = {list[i]}, .segment_kind = "c", .dk = 128, .dv = 128, .rotary = 128,
+             .seed = i);
         CASE(.name = name, .segment_tokens = {list[i]}, .segment_kind = "h", .seed = i);
         CASE(.name = name, .tail = list[i], .dtype = AKV_F16, .seed = i);
-        CASE(.name = name, .tail = list[i], .T = 2, .segment_tokens = {list[i], list[i]}, .segment_kind = "cb", .anchors = 300, .density = i % 2 ? 1 : 0.05,
-             .seed = i);
+        CASE(.name = name, .tail = list[i], .T = 2, .segment_tokens = {list[i], list[i]}, .segment_kind = "cb",
+             .anchors = 300, .density = i % 2 ? 1 : 0.05, .seed = i);
     }
 }
 
@@ -271,12 +295,13 @@ static void many_queries(void)
         for (int j = 0; j < 3; j++) {
             char name[64];
             snprintf(name, sizeof name, "T %u", T[i]);
-            CASE(.name = name, .T = T[i], .tail = T[i] + (j == 1 ? 0 : 60), .segment_tokens = {j == 2 ? 0 : 500}, .segment_kind = "c", .seed = (uint64_t)i,
-                 .G = 3);
+            CASE(.name = name, .T = T[i], .tail = T[i] + (j == 1 ? 0 : 60), .segment_tokens = {j == 2 ? 0 : 500},
+                 .segment_kind = "c", .seed = (uint64_t)i, .G = 3);
         }
     /* fewer tail tokens than queries: the first ones see no tail, and without segments nothing at all */
     CASE(.name = "T 7 over a tail of 3", .T = 7, .tail = 3, .seed = 5);
-    CASE(.name = "T 7 over a tail of 3 and a segment", .T = 7, .tail = 3, .segment_tokens = {90}, .segment_kind = "c", .seed = 5);
+    CASE(.name = "T 7 over a tail of 3 and a segment", .T = 7, .tail = 3, .segment_tokens = {90}, .segment_kind = "c",
+         .seed = 5);
     CASE(.name = "nothing at all", .T = 3, .seed = 6);
     CASE(.name = "nothing but sinks", .T = 3, .sinks = 1, .seed = 6);
 }
@@ -285,13 +310,14 @@ static void masks_and_sinks(void)
 {
     for (int sinks = 0; sinks < 2; sinks++)
         for (int segments = 0; segments < 2; segments++) {
-            CASE(.name = "random mask", .mask = 'm', .T = 5, .tail = 90, .sinks = sinks, .segment_tokens = {segments ? 200 : 0}, .segment_kind = "c", .seed = 1);
-            CASE(.name = "tail all hidden", .mask = 'a', .T = 3, .tail = 30, .sinks = sinks, .segment_tokens = {segments ? 200 : 0}, .segment_kind = "c",
-                 .seed = 2);
-            CASE(.name = "soft-cap", .softcap = 5, .T = 2, .tail = 30, .sinks = sinks, .segment_tokens = {segments ? 1100 : 0, segments ? 10 : 0},
-                 .segment_kind = "c3", .seed = 3);
-            CASE(.name = "soft-cap, mask", .softcap = 30, .mask = 'm', .T = 2, .tail = 30, .sinks = sinks, .segment_tokens = {segments ? 300 : 0},
-                 .segment_kind = "c", .seed = 4);
+            CASE(.name = "random mask", .mask = 'm', .T = 5, .tail = 90, .sinks = sinks,
+                 .segment_tokens = {segments ? 200 : 0}, .segment_kind = "c", .seed = 1);
+            CASE(.name = "tail all hidden", .mask = 'a', .T = 3, .tail = 30, .sinks = sinks,
+                 .segment_tokens = {segments ? 200 : 0}, .segment_kind = "c", .seed = 2);
+            CASE(.name = "soft-cap", .softcap = 5, .T = 2, .tail = 30, .sinks = sinks,
+                 .segment_tokens = {segments ? 1100 : 0, segments ? 10 : 0}, .segment_kind = "c3", .seed = 3);
+            CASE(.name = "soft-cap, mask", .softcap = 30, .mask = 'm', .T = 2, .tail = 30, .sinks = sinks,
+                 .segment_tokens = {segments ? 300 : 0}, .segment_kind = "c", .seed = 4);
         }
 }
 
@@ -300,15 +326,22 @@ static void rope_variants(void)
     const akv_rope_style styles[] = {AKV_ROPE_HALF_SPLIT, AKV_ROPE_INTERLEAVED};
     for (int i = 0; i < 2; i++) {
         CASE(.name = "full", .style = styles[i], .segment_tokens = {1100, 300}, .segment_kind = "cc", .seed = 1);
-        CASE(.name = "partial", .style = styles[i], .rotary = 24, .segment_tokens = {1100}, .segment_kind = "c", .seed = 2);
-        CASE(.name = "YaRN", .style = styles[i], .magnitude = 1.2, .rotary = 48, .segment_tokens = {1100}, .segment_kind = "c", .seed = 3);
+        CASE(.name = "partial", .style = styles[i], .rotary = 24, .segment_tokens = {1100}, .segment_kind = "c",
+             .seed = 2);
+        CASE(.name = "YaRN", .style = styles[i], .magnitude = 1.2, .rotary = 48, .segment_tokens = {1100},
+             .segment_kind = "c", .seed = 3);
         CASE(.name = "none", .style = styles[i], .rotary = 0, .segment_tokens = {1100}, .segment_kind = "c", .seed = 4);
-        CASE(.name = "late", .style = styles[i], .first_position = 100000, .segment_tokens = {1100, 70}, .segment_kind = "cc", .seed = 5);
-        CASE(.name = "very late", .style = styles[i], .first_position = 1000000, .segment_tokens = {300}, .segment_kind = "c", .seed = 5);
-        CASE(.name = "negative", .style = styles[i], .first_position = -1050, .segment_tokens = {1100}, .segment_kind = "c", .seed = 6);
-        CASE(.name = "gaps", .style = styles[i], .gaps = 1, .first_position = 99, .segment_tokens = {1100}, .segment_kind = "c", .seed = 7);
+        CASE(.name = "late", .style = styles[i], .first_position = 100000, .segment_tokens = {1100, 70},
+             .segment_kind = "cc", .seed = 5);
+        CASE(.name = "very late", .style = styles[i], .first_position = 1000000, .segment_tokens = {300},
+             .segment_kind = "c", .seed = 5);
+        CASE(.name = "negative", .style = styles[i], .first_position = -1050, .segment_tokens = {1100},
+             .segment_kind = "c", .seed = 6);
+        CASE(.name = "gaps", .style = styles[i], .gaps = 1, .first_position = 99, .segment_tokens = {1100},
+             .segment_kind = "c", .seed = 7);
         CASE(.name = "plain codes", .style = styles[i], .segment_tokens = {1100}, .segment_kind = "p", .seed = 8);
-        CASE(.name = "anchors after the rotation", .style = styles[i], .segment_tokens = {1100}, .segment_kind = "r", .seed = 9);
+        CASE(.name = "anchors after the rotation", .style = styles[i], .segment_tokens = {1100}, .segment_kind = "r",
+             .seed = 9);
     }
 }
 
@@ -316,8 +349,8 @@ static void dtypes_and_layouts(void)
 {
     for (int dtype = 0; dtype < 3; dtype++)
         for (int lay = 0; lay < LAY_COUNT; lay++)
-            CASE(.name = "layouts", .dtype = (akv_dtype)dtype, .layout = lay, .T = 4, .tail = 70, .segment_tokens = {130, 20}, .segment_kind = "ch",
-                 .mask = lay % 2 ? 'm' : 0, .seed = (uint64_t)lay);
+            CASE(.name = "layouts", .dtype = (akv_dtype)dtype, .layout = lay, .T = 4, .tail = 70,
+                 .segment_tokens = {130, 20}, .segment_kind = "ch", .mask = lay % 2 ? 'm' : 0, .seed = (uint64_t)lay);
 }
 
 static void random_mixtures(void)
@@ -356,8 +389,20 @@ static void random_mixtures(void)
 /* Parts attended to one by one and merged = one softmax over all of them. */
 static void merging(void)
 {
-    attend_case c = {.name = "merge", .H = 2, .G = 3, .dk = 64, .dv = 48, .T = 3, .segment_tokens = {700, 90, 1030}, .segment_kind = "chc", .anchors = 30,
-                     .density = 0.2, .tail = 20, .rotary = 64, .sinks = 1, .seed = 9};
+    attend_case c = {.name = "merge",
+                     .H = 2,
+                     .G = 3,
+                     .dk = 64,
+                     .dv = 48,
+                     .T = 3,
+                     .segment_tokens = {700, 90, 1030},
+                     .segment_kind = "chc",
+                     .anchors = 30,
+                     .density = 0.2,
+                     .tail = 20,
+                     .rotary = 64,
+                     .sinks = 1,
+                     .seed = 9};
     setup s;
     setup_make(&c, &s);
     s.params.out_stride_token = c.dv; /* contiguous, as merging wants it */
@@ -366,7 +411,8 @@ static void merging(void)
     double *want = must(malloc(rows * c.dv * sizeof *want));
     ref_row_result *row = must(malloc(rows * sizeof *row));
     must(ref_attend(&s.params, want, row) ? want : NULL);
-    float *out = must(calloc(rows * c.dv, sizeof *out)), *max = must(malloc(rows * sizeof *max)), *sum = must(calloc(rows, sizeof *sum));
+    float *out = must(calloc(rows * c.dv, sizeof *out)), *max = must(malloc(rows * sizeof *max)),
+          *sum = must(calloc(rows, sizeof *sum));
     for (uint64_t r = 0; r < rows; r++)
         max[r] = -INFINITY; /* the empty state */
     akv_diag diag = {0};
@@ -381,8 +427,10 @@ static void merging(void)
     }
     for (uint64_t r = 0; r < rows; r++) {
         for (uint32_t i = 0; i < c.dv; i++) /* twice: each merge rescales once more */
-            CHECK_NEAR(out[r * c.dv + i], want[r * c.dv + i], 2 * row[r].tol_out, "merged row %llu dim %u", (unsigned long long)r, i);
-        CHECK_NEAR(max[r] + log(sum[r]), row[r].lse, 2 * row[r].tol_logit + 4 * REF_U * fabs(max[r]), "merged log-sum-exp of row %llu", (unsigned long long)r);
+            CHECK_NEAR(out[r * c.dv + i], want[r * c.dv + i], 2 * row[r].tol_out, "merged row %llu dim %u",
+                       (unsigned long long)r, i);
+        CHECK_NEAR(max[r] + log(sum[r]), row[r].lse, 2 * row[r].tol_logit + 4 * REF_U * fabs(max[r]),
+                   "merged log-sum-exp of row %llu", (unsigned long long)r);
     }
     /* merging two empty states stays empty, and an empty one changes nothing */
     float before = out[0], empty_out[48] = {0}, empty_max = -INFINITY, empty_sum = 0;
@@ -403,8 +451,19 @@ static void merging(void)
 /* Large logits: nothing overflows, and one token takes all of the mass. */
 static void large_logits(void)
 {
-    attend_case c = {.name = "large logits", .H = 1, .G = 2, .dk = 64, .dv = 64, .T = 2, .segment_tokens = {400}, .segment_kind = "c", .anchors = 30,
-                     .density = 0.2, .tail = 20, .rotary = 64, .seed = 11};
+    attend_case c = {.name = "large logits",
+                     .H = 1,
+                     .G = 2,
+                     .dk = 64,
+                     .dv = 64,
+                     .T = 2,
+                     .segment_tokens = {400},
+                     .segment_kind = "c",
+                     .anchors = 30,
+                     .density = 0.2,
+                     .tail = 20,
+                     .rotary = 64,
+                     .seed = 11};
     setup s;
     setup_make(&c, &s);
     s.params.sm_scale = 20; /* logits in the thousands */
@@ -412,14 +471,26 @@ static void large_logits(void)
     CHECK_STATUS(attend(&s.params, &diag), AKV_OK, &diag);
     for (uint64_t r = 0; r < 4; r++)
         for (uint32_t i = 0; i < 64; i++)
-            CHECK(isfinite(s.out[(int64_t)(r / 2) * s.params.out_stride_head + (int64_t)(r % 2) * s.params.out_stride_token + i]));
+            CHECK(isfinite(
+                s.out[(int64_t)(r / 2) * s.params.out_stride_head + (int64_t)(r % 2) * s.params.out_stride_token + i]));
     setup_free(&s);
 }
 
 static void bad_calls(void)
 {
-    attend_case c = {.name = "bad calls", .H = 2, .G = 2, .dk = 64, .dv = 64, .T = 2, .segment_tokens = {100}, .segment_kind = "c", .anchors = 30,
-                     .density = 0.2, .tail = 20, .rotary = 64, .seed = 11};
+    attend_case c = {.name = "bad calls",
+                     .H = 2,
+                     .G = 2,
+                     .dk = 64,
+                     .dv = 64,
+                     .T = 2,
+                     .segment_tokens = {100},
+                     .segment_kind = "c",
+                     .anchors = 30,
+                     .density = 0.2,
+                     .tail = 20,
+                     .rotary = 64,
+                     .seed = 11};
     setup s;
     setup_make(&c, &s);
     akv_diag diag = {0};
@@ -430,7 +501,8 @@ static void bad_calls(void)
     CHECK_STATUS(akv_attend(&s.params, ws, bytes - 1, &diag), AKV_E_NO_SPACE, &diag);
     char number[32];
     snprintf(number, sizeof number, "%zu", bytes);
-    CHECK_MSG(strstr(diag.message, number) != NULL, "the message does not say how many bytes suffice: %s", diag.message);
+    CHECK_MSG(strstr(diag.message, number) != NULL, "the message does not say how many bytes suffice: %s",
+              diag.message);
     CHECK_STATUS(akv_attend(&s.params, ws + 1, bytes + 63, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_attend(NULL, ws, bytes, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_attend(&s.params, NULL, bytes, &diag), AKV_E_INVALID_ARGUMENT, &diag);

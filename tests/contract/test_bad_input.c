@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_bad_input.c - what callers get wrong: each is the right status with a sentence, outputs stay untouched, nothing leaks,
- * and the same data works afterwards. Odd but legal input (zeros, constants, extremes) works and stays finite.
+ * test_bad_input.c - what callers get wrong: each is the right status with a sentence, outputs stay untouched, nothing
+ * leaks, and the same data works afterwards. Odd but legal input (zeros, constants, extremes) works and stays finite.
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -9,7 +9,17 @@
 
 #include <limits.h>
 
-static const spec base = {.name = "bad input", .S = 300, .H = 2, .G = 2, .dk = 64, .dv = 48, .W = 32, .rotary = 64, .dtype = AKV_F16, .keep = 0.5, .seed = 1};
+static const spec base = {.name = "bad input",
+                          .S = 300,
+                          .H = 2,
+                          .G = 2,
+                          .dk = 64,
+                          .dv = 48,
+                          .W = 32,
+                          .rotary = 64,
+                          .dtype = AKV_F16,
+                          .keep = 0.5,
+                          .seed = 1};
 
 static akv_segment *const untouched = (akv_segment *)(uintptr_t)64;
 
@@ -54,7 +64,9 @@ static void non_finite(void)
                     akv_tensor *t = side == 0 ? &f.layer.keys : side == 1 ? &f.layer.values : &f.layer.queries;
                     /* first, middle, last element; tokens of queries are rows of the window */
                     uint32_t dim = side == 1 ? 48 : 64, tokens = side == 2 ? 32 : 300, heads = side == 2 ? 4 : 2;
-                    uint32_t head = place == 0 ? 0 : heads - 1, token = place == 0 ? 0 : place == 1 ? tokens * 2 / 3 : tokens - 1;
+                    uint32_t head = place == 0 ? 0 : heads - 1, token = place == 0   ? 0
+                                                                        : place == 1 ? tokens * 2 / 3
+                                                                                     : tokens - 1;
                     uint32_t d = place == 0 ? 0 : place == 1 ? dim / 2 + 1 : dim - 1;
                     double before = akv_tensor_at(t, head, token, d);
                     tensor_set(t, head, token, d, bad[b]);
@@ -217,7 +229,9 @@ static void dense_reasons(void)
         uint32_t W;
         double keep;
         akv_dense_reason reason;
-    } list[] = {{20, 32, 0.1, AKV_DENSE_WITHIN_WINDOW}, {32, 32, 0.01, AKV_DENSE_WITHIN_WINDOW}, {1, 32, 0.5, AKV_DENSE_WITHIN_WINDOW},
+    } list[] = {{20, 32, 0.1, AKV_DENSE_WITHIN_WINDOW},
+                {32, 32, 0.01, AKV_DENSE_WITHIN_WINDOW},
+                {1, 32, 0.5, AKV_DENSE_WITHIN_WINDOW},
                 {300, 32, 1, AKV_DENSE_REQUESTED},
                 /* header and object keep dense above any ratio below 1, so it fits a budget in bytes only */
                 {300, 32, 0, AKV_DENSE_FITS}};
@@ -239,8 +253,8 @@ static void dense_reasons(void)
             akv_segment_info info;
             akv_segment_info_init(&info);
             CHECK_STATUS(akv_segment_get_info(segment, &info, &diag), AKV_OK, &diag);
-            CHECK_MSG(info.kind == AKV_SEGMENT_DENSE && info.dense_reason == list[i].reason, "case %zu: kind %d reason %d", i, (int)info.kind,
-                      (int)info.dense_reason);
+            CHECK_MSG(info.kind == AKV_SEGMENT_DENSE && info.dense_reason == list[i].reason,
+                      "case %zu: kind %d reason %d", i, (int)info.kind, (int)info.dense_reason);
             CHECK(info.bytes.total == ref_dense_bytes(&f.layer.shape, 2));
             check_decode("dense for a reason", segment);
         }
@@ -249,7 +263,8 @@ static void dense_reasons(void)
     }
 }
 
-/* The n-th allocation fails, for every n until none does: no leak, no crash, and the bytes of the success are the usual. */
+/* The n-th allocation fails, for every n until none does: no leak, no crash, and the bytes of the success are the
+ * usual. */
 static void out_of_memory(void)
 {
     fixture f;
@@ -286,9 +301,10 @@ static void out_of_memory(void)
                 break;
             }
             failures++;
-            CHECK_MSG(status == AKV_E_NO_MEMORY, "allocation %llu fails: %s", (unsigned long long)n, akv_status_str(status));
-            CHECK_MSG(out == untouched && c.live == 0 && c.bad_free == 0, "allocation %llu fails: %llu leaked", (unsigned long long)n,
-                      (unsigned long long)c.live);
+            CHECK_MSG(status == AKV_E_NO_MEMORY, "allocation %llu fails: %s", (unsigned long long)n,
+                      akv_status_str(status));
+            CHECK_MSG(out == untouched && c.live == 0 && c.bad_free == 0, "allocation %llu fails: %llu leaked",
+                      (unsigned long long)n, (unsigned long long)c.live);
         }
         CHECK_MSG(failures > 0 && failures < 999, "mode %d: %u failures before success", mode, failures);
         akv_threads_destroy(pool);
@@ -307,7 +323,8 @@ static void check_finite(fixture *f, const char *name)
     if (segment == NULL)
         return;
     const akv_shape *s = &f->layer.shape;
-    float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)), *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
+    float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)),
+          *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
     for (uint32_t h = 0; h < s->num_kv_heads; h++) {
         CHECK_STATUS(akv_segment_decode(segment, h, 0, s->num_tokens, k, v, &diag), AKV_OK, &diag);
         int finite = 1;
@@ -348,13 +365,27 @@ static void check_finite(fixture *f, const char *name)
     akv_segment_release(segment);
 }
 
-enum content { ZERO_KEYS, ZERO_VALUES, ZERO_ALL, CONSTANT, LARGEST_F16, ALTERNATING_LARGEST, DENORMAL_F16, DENORMAL_F32, TINY_ANCHORS, ZERO_WINDOW,
-               ONE_HOT, LARGE_F32, CONTENTS };
+enum content {
+    ZERO_KEYS,
+    ZERO_VALUES,
+    ZERO_ALL,
+    CONSTANT,
+    LARGEST_F16,
+    ALTERNATING_LARGEST,
+    DENORMAL_F16,
+    DENORMAL_F32,
+    TINY_ANCHORS,
+    ZERO_WINDOW,
+    ONE_HOT,
+    LARGE_F32,
+    CONTENTS
+};
 
 static void extremes(void)
 {
-    const char *names[] = {"zero keys", "zero values", "all zero", "constant", "largest f16", "alternating largest f16", "denormal f16", "denormal f32",
-                           "tiny anchors", "zero window", "one hot", "large f32"};
+    const char *names[] = {
+        "zero keys",    "zero values",  "all zero",     "constant",    "largest f16", "alternating largest f16",
+        "denormal f16", "denormal f32", "tiny anchors", "zero window", "one hot",     "large f32"};
     for (int kind = 0; kind < CONTENTS; kind++)
         for (int rotary = 0; rotary <= 64; rotary += 64) {
             spec s = base;
@@ -381,7 +412,9 @@ static void extremes(void)
                             case ALTERNATING_LARGEST: x = (i + p) % 2 ? -65504 : 65504; break;
                             case DENORMAL_F16: x *= 0x1p-23; break;
                             case DENORMAL_F32: x *= 0x1p-140; break;
-                            case TINY_ANCHORS: x *= p >= 268 || p % 3 == 0 ? 1e-8 : 1e4; break; /* coefficients beyond 65504 */
+                            case TINY_ANCHORS:
+                                x *= p >= 268 || p % 3 == 0 ? 1e-8 : 1e4;
+                                break;                                     /* coefficients beyond 65504 */
                             case ZERO_WINDOW: x = p >= 268 ? 0 : x; break; /* anchors without direction */
                             case ONE_HOT: x = i == p % 48 ? 1 : 0; break;
                             default: x *= 1e6; break;
@@ -392,7 +425,8 @@ static void extremes(void)
             snprintf(name, sizeof name, "%s, rotary %d", names[kind], rotary);
             check_finite(&f, name);
             /* the choices too; utilities of such sizes under- or overflow fp32, so ranks are not compared there */
-            if (kind == ZERO_WINDOW || kind == ONE_HOT || kind == CONSTANT || kind == ZERO_KEYS || kind == ZERO_VALUES || kind == ZERO_ALL) {
+            if (kind == ZERO_WINDOW || kind == ONE_HOT || kind == CONSTANT || kind == ZERO_KEYS ||
+                kind == ZERO_VALUES || kind == ZERO_ALL) {
                 akv_segment *segment = NULL;
                 akv_diag diag = {0};
                 check_stats stats = {0};

@@ -1,24 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_compress.c - akv_compress and akv_segment_decode against the reference, over shapes, dtypes, layouts, switches. */
+/* test_compress.c - akv_compress and akv_segment_decode against the reference, over shapes, dtypes, layouts, switches.
+ */
 #include "akv_test.h"
 #include "cases.h"
 #include "check_segment.h"
 
 /* One default, edited per case. */
-#define BASE .H = 2, .G = 2, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .style = AKV_ROPE_HALF_SPLIT, .dtype = AKV_F16, .keep = 0.3
+#define BASE                                                                                                   \
+    .H = 2, .G = 2, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .style = AKV_ROPE_HALF_SPLIT, .dtype = AKV_F16, \
+    .keep = 0.3
 
 static check_stats stats;
 
 /*
- * s->keep is the share of the residuals that the budget buys: neither none nor all of them, so that the choice matters. Short
- * prompts with few dimensions may cost more than dense; then the budget ends just below dense.
+ * s->keep is the share of the residuals that the budget buys: neither none nor all of them, so that the choice matters.
+ * Short prompts with few dimensions may cost more than dense; then the budget ends just below dense.
  */
 static uint64_t budget_for(const spec *s, const akv_shape *shape, const akv_experiment *experiment)
 {
     uint32_t k = ref_num_anchors(s->S, s->W, experiment != NULL ? experiment->tokens_per_anchor : 128);
     uint64_t none[2] = {0, 0}, all[2] = {s->H * (s->S - k), s->H * (s->S - k)};
     uint64_t low = ref_compressed_bytes(shape, k, none), high = ref_compressed_bytes(shape, k, all);
-    uint64_t budget = low + (uint64_t)(s->keep * (double)(high - low)), dense = ref_dense_bytes(shape, akv_dtype_bytes(shape->dtype));
+    uint64_t budget = low + (uint64_t)(s->keep * (double)(high - low)),
+             dense = ref_dense_bytes(shape, akv_dtype_bytes(shape->dtype));
     return budget < dense ? budget : dense - 1;
 }
 
@@ -44,7 +48,8 @@ static void run_with(const spec *s, const akv_experiment *experiment)
 
 static void head_dims(void)
 {
-    const uint32_t dims[][2] = {{64, 64}, {80, 80}, {96, 96}, {112, 112}, {128, 128}, {192, 192}, {256, 256}, {192, 128}, {64, 128}, {24, 10}, {6, 22}};
+    const uint32_t dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {112, 112}, {128, 128}, {192, 192},
+                                {256, 256}, {192, 128}, {64, 128}, {24, 10},   {6, 22}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
         char name[64];
         snprintf(name, sizeof name, "dk %u dv %u", dims[i][0], dims[i][1]);
@@ -164,8 +169,8 @@ static void layouts_do_not_matter(void)
                 memcpy(first, data, bytes);
                 first_bytes = bytes;
             } else
-                CHECK_MSG(data != NULL && bytes == first_bytes && memcmp(first, data, bytes) == 0, "dtype %d layout %d gives other bytes", dtype,
-                          lay);
+                CHECK_MSG(data != NULL && bytes == first_bytes && memcmp(first, data, bytes) == 0,
+                          "dtype %d layout %d gives other bytes", dtype, lay);
             akv_segment_release(segment);
             fixture_free(&f);
         }
@@ -272,8 +277,8 @@ static void random_anchors(void)
         }
     }
     CHECK_MSG(always == 8 + 11, "%u tokens are anchors under every seed, expected 19", always);
-    /* chi-square of about 181 cells (drawn without replacement, so a little less): mean <= 181, deviation <= sqrt(362) = 19;
-       300 is six deviations above; a choice that does not vary with the seed gives > 60000 */
+    /* chi-square of about 181 cells (drawn without replacement, so a little less): mean <= 181, deviation <= sqrt(362)
+       = 19; 300 is six deviations above; a choice that does not vary with the seed gives > 60000 */
     CHECK_MSG(chi2 < 300 && cells == 181, "chi-square of the random anchors %.1f over %u cells", chi2, cells);
     fixture_free(&f);
 }
@@ -313,7 +318,8 @@ int main(int argc, char **argv)
     TEST(experiments);
     TEST(random_anchors);
     TEST(layer_index_matters);
-    printf("%lu tokens projected, %lu to another anchor than the reference's (near-ties); %lu residuals, %lu codes, %lu of them other\n",
+    printf("%lu tokens projected, %lu to another anchor than the reference's (near-ties); %lu residuals, %lu codes, "
+           "%lu of them other\n",
            stats.tokens, stats.other_anchor, stats.residuals, stats.codes, stats.other_code);
     return TEST_DONE();
 }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_determinism.c - same input and seed, same bytes: for 1, 2, 3 threads, for tasks run backwards, for ten repeats, and
- * whatever memory held before (the allocator fills it with changing patterns, so that a read of fresh memory shows).
+ * test_determinism.c - same input and seed, same bytes: for 1, 2, 3 threads, for tasks run backwards, for ten repeats,
+ * and whatever memory held before (the allocator fills it with changing patterns, so that a read of fresh memory
+ * shows).
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -43,7 +44,8 @@ static void same_bytes(const spec *s, const akv_experiment *experiment)
         CHECK_STATUS(akv_compress(&f.layer, &f.config, &again, &diag), AKV_OK, &diag);
         size_t n = 0;
         const void *other = akv_segment_data(again, &n);
-        CHECK_MSG(other != NULL && n == bytes && memcmp(data, other, n) == 0, "%s: run %d gives other bytes", s->name, run);
+        CHECK_MSG(other != NULL && n == bytes && memcmp(data, other, n) == 0, "%s: run %d gives other bytes", s->name,
+                  run);
         akv_segment_release(again);
         CHECK(c.live == 0 && c.bad_free == 0);
         akv_threads_destroy(pool);
@@ -55,7 +57,8 @@ static void same_bytes(const spec *s, const akv_experiment *experiment)
     CHECK_STATUS(akv_compress(&f.layer, &f.config, &seeded, &diag), AKV_OK, &diag);
     size_t n = 0;
     const void *other = akv_segment_data(seeded, &n);
-    CHECK_MSG(other != NULL && n == bytes && memcmp(data, other, n) != 0, "%s: another seed gives the same bytes", s->name);
+    CHECK_MSG(other != NULL && n == bytes && memcmp(data, other, n) != 0, "%s: another seed gives the same bytes",
+              s->name);
     akv_segment_release(seeded);
     akv_segment_release(first);
     fixture_free(&f);
@@ -63,16 +66,60 @@ static void same_bytes(const spec *s, const akv_experiment *experiment)
 
 static void paper(void)
 {
-    same_bytes(&(spec){.name = "small", .S = 333, .H = 3, .G = 2, .dk = 80, .dv = 64, .W = 16, .rotary = 80, .keep = 0.3, .dtype = AKV_F16, .seed = 1}, NULL);
-    same_bytes(&(spec){.name = "one head", .S = 2500, .H = 1, .G = 8, .dk = 128, .dv = 128, .W = 32, .rotary = 128, .keep = 0.1, .dtype = AKV_BF16, .seed = 2},
+    same_bytes(&(spec){.name = "small",
+                       .S = 333,
+                       .H = 3,
+                       .G = 2,
+                       .dk = 80,
+                       .dv = 64,
+                       .W = 16,
+                       .rotary = 80,
+                       .keep = 0.3,
+                       .dtype = AKV_F16,
+                       .seed = 1},
                NULL);
-    same_bytes(&(spec){.name = "long", .S = LONG, .H = 2, .G = 4, .dk = 64, .dv = 64, .W = 32, .rotary = 32, .keep = 0.08, .dtype = AKV_F32, .softcap = 30,
-                       .gaps = 1, .layout_v = LAY_TRANSPOSED, .seed = 3}, NULL);
+    same_bytes(&(spec){.name = "one head",
+                       .S = 2500,
+                       .H = 1,
+                       .G = 8,
+                       .dk = 128,
+                       .dv = 128,
+                       .W = 32,
+                       .rotary = 128,
+                       .keep = 0.1,
+                       .dtype = AKV_BF16,
+                       .seed = 2},
+               NULL);
+    same_bytes(&(spec){.name = "long",
+                       .S = LONG,
+                       .H = 2,
+                       .G = 4,
+                       .dk = 64,
+                       .dv = 64,
+                       .W = 32,
+                       .rotary = 32,
+                       .keep = 0.08,
+                       .dtype = AKV_F32,
+                       .softcap = 30,
+                       .gaps = 1,
+                       .layout_v = LAY_TRANSPOSED,
+                       .seed = 3},
+               NULL);
 }
 
 static void switches(void)
 {
-    spec s = {.name = "switches", .S = 600, .H = 2, .G = 2, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .keep = 0.3, .dtype = AKV_F16, .seed = 4};
+    spec s = {.name = "switches",
+              .S = 600,
+              .H = 2,
+              .G = 2,
+              .dk = 64,
+              .dv = 64,
+              .W = 32,
+              .rotary = 64,
+              .keep = 0.3,
+              .dtype = AKV_F16,
+              .seed = 4};
     for (int rank = 0; rank < 5; rank++) {
         akv_experiment e;
         akv_experiment_init(&e);
@@ -88,7 +135,17 @@ static void switches(void)
 /* Identical tokens: every score and utility ties, which no order of execution may break otherwise. */
 static void ties(void)
 {
-    spec s = {.name = "ties", .S = 400, .H = 2, .G = 2, .dk = 64, .dv = 64, .W = 32, .rotary = 0, .keep = 0.3, .dtype = AKV_F16, .seed = 5};
+    spec s = {.name = "ties",
+              .S = 400,
+              .H = 2,
+              .G = 2,
+              .dk = 64,
+              .dv = 64,
+              .W = 32,
+              .rotary = 0,
+              .keep = 0.3,
+              .dtype = AKV_F16,
+              .seed = 5};
     fixture f;
     fixture_make(&s, &f);
     for (uint64_t h = 0; h < 2; h++)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_evict.c - the SnapKV baseline: as many tokens as the budget holds, the window, the highest pooled scores, all exact. */
+/* test_evict.c - the SnapKV baseline: as many tokens as the budget holds, the window, the highest pooled scores, all
+ * exact. */
 #include "akv_test.h"
 #include "cases.h"
 
@@ -17,7 +18,8 @@ static void run(const spec *s)
     akv_segment_info info;
     akv_segment_info_init(&info);
     CHECK_STATUS(akv_segment_get_info(segment, &info, &diag), AKV_OK, &diag);
-    uint64_t n = info.shape.num_tokens, dense = s->S * s->H * (s->dk + s->dv) * 2, budget = (uint64_t)floor(s->keep * (double)dense);
+    uint64_t n = info.shape.num_tokens, dense = s->S * s->H * (s->dk + s->dv) * 2,
+             budget = (uint64_t)floor(s->keep * (double)dense);
     CHECK(info.kind == AKV_SEGMENT_DENSE && info.dense_reason == AKV_DENSE_EVICTED && info.dense_dtype == s->dtype);
     akv_shape kept = f.layer.shape;
     kept.num_tokens = n;
@@ -46,8 +48,8 @@ static void run(const spec *s)
                     matched++;
                     break;
                 }
-        CHECK_MSG(matched == n, "%s: head %u: %llu of %llu kept rows are tokens in order", s->name, h, (unsigned long long)matched,
-                  (unsigned long long)n);
+        CHECK_MSG(matched == n, "%s: head %u: %llu of %llu kept rows are tokens in order", s->name, h,
+                  (unsigned long long)matched, (unsigned long long)n);
         for (uint64_t w = earlier; w < s->S; w++)
             CHECK_MSG(chosen[w], "%s: head %u: window token %llu was dropped", s->name, h, (unsigned long long)w);
         must(ref_anchor_scores(&l, h, 5, score, tol) ? score : NULL);
@@ -59,8 +61,8 @@ static void run(const spec *s)
             else
                 highest_out = fmax(highest_out, score[t] - tol[t]);
         }
-        CHECK_MSG(lowest_in >= highest_out, "%s: head %u keeps a token of at most %.9g and drops one of at least %.9g", s->name, h, lowest_in,
-                  highest_out);
+        CHECK_MSG(lowest_in >= highest_out, "%s: head %u keeps a token of at most %.9g and drops one of at least %.9g",
+                  s->name, h, lowest_in, highest_out);
     }
     free(score);
     free(tol);
@@ -78,17 +80,48 @@ static void budgets(void)
     const double keep[] = {0.1, 0.25, 0.6, 0.9};
     for (int i = 0; i < 4; i++)
         for (int dtype = 0; dtype < 3; dtype++) {
-            spec s = {.name = "evict", .S = 700, .H = 2, .G = 3, .dk = 64, .dv = 48, .W = 16, .rotary = 64, .keep = keep[i], .dtype = (akv_dtype)dtype,
-                      .layout_v = LAY_TRANSPOSED, .seed = (uint64_t)i};
+            spec s = {.name = "evict",
+                      .S = 700,
+                      .H = 2,
+                      .G = 3,
+                      .dk = 64,
+                      .dv = 48,
+                      .W = 16,
+                      .rotary = 64,
+                      .keep = keep[i],
+                      .dtype = (akv_dtype)dtype,
+                      .layout_v = LAY_TRANSPOSED,
+                      .seed = (uint64_t)i};
             run(&s);
         }
-    run(&(spec){.name = "gaps, soft-cap", .S = 500, .H = 1, .G = 2, .dk = 80, .dv = 80, .W = 32, .rotary = 40, .keep = 0.3, .dtype = AKV_F16, .gaps = 1,
-                .softcap = 20, .seed = 9});
+    run(&(spec){.name = "gaps, soft-cap",
+                .S = 500,
+                .H = 1,
+                .G = 2,
+                .dk = 80,
+                .dv = 80,
+                .W = 32,
+                .rotary = 40,
+                .keep = 0.3,
+                .dtype = AKV_F16,
+                .gaps = 1,
+                .softcap = 20,
+                .seed = 9});
 }
 
 static void failures(void)
 {
-    spec s = {.name = "evict", .S = 300, .H = 2, .G = 2, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .keep = 0.05, .dtype = AKV_F16, .seed = 1};
+    spec s = {.name = "evict",
+              .S = 300,
+              .H = 2,
+              .G = 2,
+              .dk = 64,
+              .dv = 64,
+              .W = 32,
+              .rotary = 64,
+              .keep = 0.05,
+              .dtype = AKV_F16,
+              .seed = 1};
     fixture f;
     fixture_make(&s, &f);
     akv_segment *const untouched = (akv_segment *)(uintptr_t)64, *out = untouched;
@@ -113,7 +146,8 @@ static void failures(void)
             CHECK(n > 1 && c.live == 0 && c.bad_free == 0);
             break;
         }
-        CHECK_MSG(status == AKV_E_NO_MEMORY && out == untouched && c.live == 0, "allocation %llu fails: %s", (unsigned long long)n, akv_status_str(status));
+        CHECK_MSG(status == AKV_E_NO_MEMORY && out == untouched && c.live == 0, "allocation %llu fails: %s",
+                  (unsigned long long)n, akv_status_str(status));
     }
     fixture_free(&f);
 }

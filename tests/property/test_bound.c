@@ -2,12 +2,12 @@
 /*
  * test_bound.c - the method's error bounds on keys and values of a real model. No token leaves the softmax, so
  *
- *   value side: |sum_p a_p (v'_p - v_p)| <= (sum over non-anchors of a_p |v_p|) * max_p |v'_p - v_p| / |v_p|, that factor <= 1;
- *   key side:   with e = max_p |l'_p - l_p| every weight changes by a factor within exp(+-2e), so the output moves by at
- *               most (exp(2e) - 1) * sum_p a_p |v'_p|.
+ *   value side: |sum_p a_p (v'_p - v_p)| <= (sum over non-anchors of a_p |v_p|) * max_p |v'_p - v_p| / |v_p|, that
+ * factor <= 1; key side:   with e = max_p |l'_p - l_p| every weight changes by a factor within exp(+-2e), so the output
+ * moves by at most (exp(2e) - 1) * sum_p a_p |v'_p|.
  *
- * Uses the full captured layers where they are (AKV_LAYER_DATA or ../shared/data beside the checkout), else the extract in
- * tests/data; the output says which.
+ * Uses the full captured layers where they are (AKV_LAYER_DATA or ../shared/data beside the checkout), else the extract
+ * in tests/data; the output says which.
  */
 #include "akv_test.h"
 #include "check_segment.h"
@@ -51,7 +51,8 @@ static void check_bounds(const char *name, fixture *f, double keep, uint32_t str
     uint32_t d = l.dim[0], dv = l.dim[1];
     double *k2 = must(malloc(S * d * sizeof *k2)), *v2 = must(malloc(S * dv * sizeof *v2));
     double *a = must(malloc(S * sizeof *a)), *logit = must(malloc(S * sizeof *logit));
-    double *y = must(malloc(dv * sizeof *y)), *yv = must(malloc(dv * sizeof *yv)), *ykv = must(malloc(dv * sizeof *ykv));
+    double *y = must(malloc(dv * sizeof *y)), *yv = must(malloc(dv * sizeof *yv)),
+           *ykv = must(malloc(dv * sizeof *ykv));
     bool *anchor = must(malloc(S));
     double sum_error = 0, sum_norm = 0, worst_use = 0, worst_factor = 0, worst_with_residual = 0;
     for (uint32_t h = 0; h < l.heads; h++) {
@@ -65,16 +66,18 @@ static void check_bounds(const char *name, fixture *f, double keep, uint32_t str
             double v_norm = norm_diff(v + p * dv, NULL, dv), off = norm_diff(v2 + p * dv, v + p * dv, dv);
             if (anchor[p]) {
                 /* exact but for bf16: 2^-9 of each coordinate, or half of the smallest subnormal */
-                CHECK_MSG(off <= 0x1p-9 * v_norm + 1e-30, "%s: anchor %llu is off by %g of %g", name, (unsigned long long)p, off, v_norm);
+                CHECK_MSG(off <= 0x1p-9 * v_norm + 1e-30, "%s: anchor %llu is off by %g of %g", name,
+                          (unsigned long long)p, off, v_norm);
                 continue;
             }
             if (v_norm == 0)
                 continue;
             factor = fmax(factor, off / v_norm);
             if (!ref_view_owns(&view, AKV_SIDE_V, h, p))
-                /* sin of the angle to the anchor, and gamma's rounding: 2^-11 of the projection, second order in the square */
-                CHECK_MSG(off <= v_norm * (1 + 0x1p-20), "%s: head %u token %llu: relative projection error %.9g", name, h, (unsigned long long)p,
-                          off / v_norm);
+                /* sin of the angle to the anchor, and gamma's rounding: 2^-11 of the projection, second order in the
+                 * square */
+                CHECK_MSG(off <= v_norm * (1 + 0x1p-20), "%s: head %u token %llu: relative projection error %.9g", name,
+                          h, (unsigned long long)p, off / v_norm);
             else
                 worst_with_residual = fmax(worst_with_residual, off / v_norm);
         }
@@ -102,22 +105,25 @@ static void check_bounds(const char *name, fixture *f, double keep, uint32_t str
                     moved_mass += a[p] * norm_diff(v2 + p * dv, NULL, dv);
                 }
                 double value_error = norm_diff(yv, y, dv);
-                double value_bound = outside * factor + 0x1p-9 * inside + 1e-12; /* anchors are exact to bf16; 1e-12: doubles */
-                CHECK_MSG(value_error <= value_bound, "%s: query head %u row %u: value error %.6g, bound %.6g", name, qh, r, value_error,
-                          value_bound);
+                double value_bound =
+                    outside * factor + 0x1p-9 * inside + 1e-12; /* anchors are exact to bf16; 1e-12: doubles */
+                CHECK_MSG(value_error <= value_bound, "%s: query head %u row %u: value error %.6g, bound %.6g", name,
+                          qh, r, value_error, value_bound);
                 worst_use = fmax(worst_use, value_error / value_bound);
                 ref_row_result row;
-                must(ref_attend_row(q, seen, k2, NULL, d, v2, NULL, dv, NULL, l.scale, l.cap, NULL, ykv, &row) ? f : NULL);
+                must(ref_attend_row(q, seen, k2, NULL, d, v2, NULL, dv, NULL, l.scale, l.cap, NULL, ykv, &row) ? f
+                                                                                                               : NULL);
                 double error = norm_diff(ykv, y, dv), key_bound = expm1(2 * shift) * moved_mass;
-                CHECK_MSG(error <= value_bound + key_bound, "%s: query head %u row %u: error %.6g, bound %.6g + %.6g", name, qh, r, error,
-                          value_bound, key_bound);
+                CHECK_MSG(error <= value_bound + key_bound, "%s: query head %u row %u: error %.6g, bound %.6g + %.6g",
+                          name, qh, r, error, value_bound, key_bound);
                 sum_error += error * error;
                 double n = norm_diff(y, NULL, dv);
                 sum_norm += n * n;
             }
     }
-    printf("  %s keep %g: relative output error %.4f, value error at most %.3f of its bound, factor %.4f (%.4f with residuals)\n", name, keep,
-           sqrt(sum_error / sum_norm), worst_use, worst_factor, worst_with_residual);
+    printf("  %s keep %g: relative output error %.4f, value error at most %.3f of its bound, factor %.4f (%.4f with "
+           "residuals)\n",
+           name, keep, sqrt(sum_error / sum_norm), worst_use, worst_factor, worst_with_residual);
     free(k2);
     free(v2);
     free(a);
@@ -133,7 +139,8 @@ static void check_bounds(const char *name, fixture *f, double keep, uint32_t str
 static void extract(void)
 {
     fixture f;
-    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f), "tests/data/layer12_tail.npz cannot be read"))
+    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f),
+                   "tests/data/layer12_tail.npz cannot be read"))
         return;
     check_bounds("extract of layer 12", &f, 0.2, 1);
     check_bounds("extract of layer 12", &f, 0.4, 1);
@@ -144,7 +151,8 @@ static void extract(void)
 static void extract_against_reference(void)
 {
     fixture f;
-    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f), "tests/data/layer12_tail.npz cannot be read"))
+    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f),
+                   "tests/data/layer12_tail.npz cannot be read"))
         return;
     check_stats stats = {0};
     for (int i = 0; i < 2; i++) {
@@ -158,8 +166,8 @@ static void extract_against_reference(void)
         }
         akv_segment_release(segment);
     }
-    printf("  %lu tokens, %lu to another anchor (near-ties); %lu codes, %lu of them other\n", stats.tokens, stats.other_anchor, stats.codes,
-           stats.other_code);
+    printf("  %lu tokens, %lu to another anchor (near-ties); %lu codes, %lu of them other\n", stats.tokens,
+           stats.other_anchor, stats.codes, stats.other_code);
     fixture_free(&f);
 }
 
@@ -185,12 +193,14 @@ static void full_layers(void)
             if (segment != NULL)
                 check_compressed(name, &f.layer, &f.config, segment, &stats);
             akv_segment_release(segment);
-            printf("  %s: %lu tokens, %lu to another anchor (near-ties); %lu codes, %lu of them other\n", name, stats.tokens, stats.other_anchor,
-                   stats.codes, stats.other_code);
+            printf("  %s: %lu tokens, %lu to another anchor (near-ties); %lu codes, %lu of them other\n", name,
+                   stats.tokens, stats.other_anchor, stats.codes, stats.other_code);
         }
         fixture_free(&f);
     }
-    printf(found > 0 ? "  used the %d full captured layers\n" : "  the full captured layers are not here (%d found): used the extract alone\n", found);
+    printf(found > 0 ? "  used the %d full captured layers\n"
+                     : "  the full captured layers are not here (%d found): used the extract alone\n",
+           found);
     CHECK(found == 0 || found == 5);
 }
 

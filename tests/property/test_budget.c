@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_budget.c - bytes. Over random shapes and keep ratios: what akv_compress really allocates equals akv_plan's total and
- * the reference's accounting, a compressed segment never exceeds its budget, and an infeasible budget names the smallest
- * feasible one, which works while one byte less does not.
+ * test_budget.c - bytes. Over random shapes and keep ratios: what akv_compress really allocates equals akv_plan's total
+ * and the reference's accounting, a compressed segment never exceeds its budget, and an infeasible budget names the
+ * smallest feasible one, which works while one byte less does not.
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -60,7 +60,8 @@ static void check_message(const akv_shape *shape, const akv_config *config, cons
         printf("  smallest keep ratio %.9g, the message says: %s\n", min_keep, message);
 }
 
-/* Plans and compares with the reference; an infeasible config is replaced by the smallest feasible one. False: nothing to do. */
+/* Plans and compares with the reference; an infeasible config is replaced by the smallest feasible one. False: nothing
+ * to do. */
 static bool check_plan(const akv_shape *shape, akv_config *config, akv_plan_info *info)
 {
     akv_diag diag = {0};
@@ -69,15 +70,18 @@ static bool check_plan(const akv_shape *shape, akv_config *config, akv_plan_info
     ref_plan ref = ref_make_plan(shape, config->keep_ratio, config->budget_bytes, config->experiment);
     const char *what = "plan";
 #define SHAPE_FMT "S %llu H %u dk %u dv %u W %u rot %u pos %u dtype %d keep %.9g budget %llu"
-#define SHAPE_ARGS (unsigned long long)shape->num_tokens, shape->num_kv_heads, shape->head_dim_k, shape->head_dim_v, shape->num_queries, \
-                   shape->rotary_dim, shape->has_positions, (int)shape->dtype, config->keep_ratio, (unsigned long long)config->budget_bytes
-    if (!CHECK_MSG(status == (ref.feasible ? AKV_OK : AKV_E_INFEASIBLE), "%s: %s: %s; " SHAPE_FMT, what, akv_status_str(status), diag.message,
-                   SHAPE_ARGS))
+#define SHAPE_ARGS                                                                                          \
+    (unsigned long long)shape->num_tokens, shape->num_kv_heads, shape->head_dim_k, shape->head_dim_v,       \
+        shape->num_queries, shape->rotary_dim, shape->has_positions, (int)shape->dtype, config->keep_ratio, \
+        (unsigned long long)config->budget_bytes
+    if (!CHECK_MSG(status == (ref.feasible ? AKV_OK : AKV_E_INFEASIBLE), "%s: %s: %s; " SHAPE_FMT, what,
+                   akv_status_str(status), diag.message, SHAPE_ARGS))
         return false;
-    CHECK_MSG(info->dense_bytes == ref.dense_bytes && info->budget_bytes == ref.budget, "dense bytes or budget; " SHAPE_FMT, SHAPE_ARGS);
+    CHECK_MSG(info->dense_bytes == ref.dense_bytes && info->budget_bytes == ref.budget,
+              "dense bytes or budget; " SHAPE_FMT, SHAPE_ARGS);
     if (shape->num_tokens > shape->num_queries)
-        CHECK_MSG(info->min_bytes == ref.min_bytes, "min_bytes %llu, reference %llu; " SHAPE_FMT, (unsigned long long)info->min_bytes,
-                  (unsigned long long)ref.min_bytes, SHAPE_ARGS);
+        CHECK_MSG(info->min_bytes == ref.min_bytes, "min_bytes %llu, reference %llu; " SHAPE_FMT,
+                  (unsigned long long)info->min_bytes, (unsigned long long)ref.min_bytes, SHAPE_ARGS);
     if (status != AKV_OK) {
         infeasible++;
         /* exactly the smallest feasible: by bytes, by ratio; one byte less fails */
@@ -85,20 +89,22 @@ static bool check_plan(const akv_shape *shape, akv_config *config, akv_plan_info
         edge.budget_bytes = info->min_bytes;
         akv_plan_info found;
         akv_plan_info_init(&found);
-        CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_OK, "min_bytes %llu is infeasible; " SHAPE_FMT, (unsigned long long)info->min_bytes,
-                  SHAPE_ARGS);
+        CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_OK, "min_bytes %llu is infeasible; " SHAPE_FMT,
+                  (unsigned long long)info->min_bytes, SHAPE_ARGS);
         edge.budget_bytes = info->min_bytes - 1;
-        CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_E_INFEASIBLE, "min_bytes - 1 = %llu is feasible; " SHAPE_FMT,
-                  (unsigned long long)edge.budget_bytes, SHAPE_ARGS);
+        CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_E_INFEASIBLE,
+                  "min_bytes - 1 = %llu is feasible; " SHAPE_FMT, (unsigned long long)edge.budget_bytes, SHAPE_ARGS);
         if (info->min_bytes <= ref.dense_bytes) {
             edge.budget_bytes = 0;
             edge.keep_ratio = info->min_keep_ratio;
-            CHECK_MSG(info->min_keep_ratio > 0 && info->min_keep_ratio <= 1 && akv_plan(shape, &edge, &found, NULL) == AKV_OK,
+            CHECK_MSG(info->min_keep_ratio > 0 && info->min_keep_ratio <= 1 &&
+                          akv_plan(shape, &edge, &found, NULL) == AKV_OK,
                       "min_keep_ratio %.17g is infeasible; " SHAPE_FMT, info->min_keep_ratio, SHAPE_ARGS);
             /* a ratio whose budget is a byte less */
             edge.keep_ratio = ((double)info->min_bytes - 1) / (double)ref.dense_bytes;
             if (floor(edge.keep_ratio * (double)ref.dense_bytes) < (double)info->min_bytes && edge.keep_ratio > 0)
-                CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_E_INFEASIBLE, "a smaller ratio is feasible; " SHAPE_FMT, SHAPE_ARGS);
+                CHECK_MSG(akv_plan(shape, &edge, &found, NULL) == AKV_E_INFEASIBLE,
+                          "a smaller ratio is feasible; " SHAPE_FMT, SHAPE_ARGS);
             check_message(shape, config, diag.message, info->min_keep_ratio);
         }
         config->budget_bytes = info->min_bytes;
@@ -110,20 +116,23 @@ static bool check_plan(const akv_shape *shape, akv_config *config, akv_plan_info
     }
     kinds[info->kind]++;
     reasons[info->dense_reason]++;
-    CHECK_MSG(info->kind == ref.kind && info->dense_reason == ref.dense_reason, "kind %d reason %d, reference %d %d; " SHAPE_FMT, (int)info->kind,
-              (int)info->dense_reason, (int)ref.kind, (int)ref.dense_reason, SHAPE_ARGS);
-    CHECK_MSG(info->bytes.total == ref.total, "total %llu, reference %llu; " SHAPE_FMT, (unsigned long long)info->bytes.total,
-              (unsigned long long)ref.total, SHAPE_ARGS);
-    CHECK_MSG(info->num_anchors == ref.num_anchors && info->residuals_k == ref.residuals[0] && info->residuals_v == ref.residuals[1],
-              "k %u residuals %llu + %llu, reference %u, %llu + %llu; " SHAPE_FMT, info->num_anchors, (unsigned long long)info->residuals_k,
-              (unsigned long long)info->residuals_v, ref.num_anchors, (unsigned long long)ref.residuals[0], (unsigned long long)ref.residuals[1],
-              SHAPE_ARGS);
+    CHECK_MSG(info->kind == ref.kind && info->dense_reason == ref.dense_reason,
+              "kind %d reason %d, reference %d %d; " SHAPE_FMT, (int)info->kind, (int)info->dense_reason, (int)ref.kind,
+              (int)ref.dense_reason, SHAPE_ARGS);
+    CHECK_MSG(info->bytes.total == ref.total, "total %llu, reference %llu; " SHAPE_FMT,
+              (unsigned long long)info->bytes.total, (unsigned long long)ref.total, SHAPE_ARGS);
+    CHECK_MSG(info->num_anchors == ref.num_anchors && info->residuals_k == ref.residuals[0] &&
+                  info->residuals_v == ref.residuals[1],
+              "k %u residuals %llu + %llu, reference %u, %llu + %llu; " SHAPE_FMT, info->num_anchors,
+              (unsigned long long)info->residuals_k, (unsigned long long)info->residuals_v, ref.num_anchors,
+              (unsigned long long)ref.residuals[0], (unsigned long long)ref.residuals[1], SHAPE_ARGS);
     if (info->kind == AKV_SEGMENT_COMPRESSED)
-        CHECK_MSG(info->bytes.total <= info->budget_bytes, "%llu bytes over a budget of %llu; " SHAPE_FMT, (unsigned long long)info->bytes.total,
-                  (unsigned long long)info->budget_bytes, SHAPE_ARGS);
+        CHECK_MSG(info->bytes.total <= info->budget_bytes, "%llu bytes over a budget of %llu; " SHAPE_FMT,
+                  (unsigned long long)info->bytes.total, (unsigned long long)info->budget_bytes, SHAPE_ARGS);
     const akv_bytes *b = &info->bytes;
-    CHECK_MSG(b->total == b->object + b->header + b->anchors + b->positions + b->index + b->coefficients + b->level_maps + b->residuals + b->model +
-              b->dense, "bytes by kind do not add up; " SHAPE_FMT, SHAPE_ARGS);
+    CHECK_MSG(b->total == b->object + b->header + b->anchors + b->positions + b->index + b->coefficients +
+                              b->level_maps + b->residuals + b->model + b->dense,
+              "bytes by kind do not add up; " SHAPE_FMT, SHAPE_ARGS);
     return true;
 }
 
@@ -144,7 +153,9 @@ static void plans(void)
         s.dtype = (akv_dtype)akv_rng_below(&rng, 3);
         akv_config config;
         akv_config_init(&config);
-        config.keep_ratio = akv_rng_below(&rng, 50) == 0 ? 1 : akv_rng_below(&rng, 2) ? random_unit(&rng) : 0.3 * random_unit(&rng);
+        config.keep_ratio = akv_rng_below(&rng, 50) == 0 ? 1
+                            : akv_rng_below(&rng, 2)     ? random_unit(&rng)
+                                                         : 0.3 * random_unit(&rng);
         if (config.keep_ratio <= 0)
             config.keep_ratio = 1e-9;
         if (akv_rng_below(&rng, 5) == 0)
@@ -156,8 +167,8 @@ static void plans(void)
         akv_plan_info info;
         check_plan(&s, &config, &info);
     }
-    printf("  %lu dense, %lu compressed, %lu infeasible at first; dense because: asked %lu, fits %lu, window %lu\n", kinds[0], kinds[1], infeasible,
-           reasons[1], reasons[2], reasons[3]);
+    printf("  %lu dense, %lu compressed, %lu infeasible at first; dense because: asked %lu, fits %lu, window %lu\n",
+           kinds[0], kinds[1], infeasible, reasons[1], reasons[2], reasons[3]);
     CHECK_MSG(misnamed == 0, "%lu messages name no feasible keep ratio", misnamed);
     CHECK(kinds[0] > 1000 && kinds[1] > 5000 && infeasible > 1000); /* the draw really visits every outcome */
 }
@@ -227,27 +238,34 @@ static void compress_many(int count, uint64_t most_tokens, uint32_t most_dim, ui
         akv_segment *segment = NULL;
         akv_diag diag = {0};
         akv_status status = akv_compress(&l, &config, &segment, &diag);
-        if (CHECK_MSG(status == AKV_OK, "case %d: %s: %s; " SHAPE_FMT, i, akv_status_str(status), diag.message, (unsigned long long)s->num_tokens,
-                      s->num_kv_heads, s->head_dim_k, s->head_dim_v, s->num_queries, s->rotary_dim, s->has_positions, (int)s->dtype,
-                      config.keep_ratio, (unsigned long long)config.budget_bytes) && planned) {
-            CHECK_MSG(c.live == 1 && c.live_bytes == info.bytes.total, "case %d: %llu allocations of %llu bytes live, planned %llu", i,
-                      (unsigned long long)c.live, (unsigned long long)c.live_bytes, (unsigned long long)info.bytes.total);
-            CHECK_MSG(info.kind == AKV_SEGMENT_DENSE || c.live_bytes <= info.budget_bytes, "case %d: over the budget", i);
+        if (CHECK_MSG(status == AKV_OK, "case %d: %s: %s; " SHAPE_FMT, i, akv_status_str(status), diag.message,
+                      (unsigned long long)s->num_tokens, s->num_kv_heads, s->head_dim_k, s->head_dim_v, s->num_queries,
+                      s->rotary_dim, s->has_positions, (int)s->dtype, config.keep_ratio,
+                      (unsigned long long)config.budget_bytes) &&
+            planned) {
+            CHECK_MSG(c.live == 1 && c.live_bytes == info.bytes.total,
+                      "case %d: %llu allocations of %llu bytes live, planned %llu", i, (unsigned long long)c.live,
+                      (unsigned long long)c.live_bytes, (unsigned long long)info.bytes.total);
+            CHECK_MSG(info.kind == AKV_SEGMENT_DENSE || c.live_bytes <= info.budget_bytes, "case %d: over the budget",
+                      i);
             akv_segment_info got;
             akv_segment_info_init(&got);
             CHECK(akv_segment_get_info(segment, &got, &diag) == AKV_OK);
-            CHECK_MSG(memcmp(&got.bytes, &info.bytes, sizeof got.bytes) == 0, "case %d: bytes by kind of the segment and of the plan differ", i);
-            CHECK(got.kind == info.kind && got.dense_reason == info.dense_reason && got.num_anchors == info.num_anchors &&
-                  got.residuals_k == info.residuals_k && got.residuals_v == info.residuals_v && got.dense_bytes == info.dense_bytes);
+            CHECK_MSG(memcmp(&got.bytes, &info.bytes, sizeof got.bytes) == 0,
+                      "case %d: bytes by kind of the segment and of the plan differ", i);
+            CHECK(got.kind == info.kind && got.dense_reason == info.dense_reason &&
+                  got.num_anchors == info.num_anchors && got.residuals_k == info.residuals_k &&
+                  got.residuals_v == info.residuals_v && got.dense_bytes == info.dense_bytes);
             allocated += c.live_bytes;
         }
         akv_segment_release(segment);
-        CHECK_MSG(c.live == 0 && c.bad_free == 0 && c.misaligned_ask == 0, "case %d: %llu allocations leaked, %llu freed with another size", i,
-                  (unsigned long long)c.live, (unsigned long long)c.bad_free);
+        CHECK_MSG(c.live == 0 && c.bad_free == 0 && c.misaligned_ask == 0,
+                  "case %d: %llu allocations leaked, %llu freed with another size", i, (unsigned long long)c.live,
+                  (unsigned long long)c.bad_free);
         free(positions);
     }
-    printf("  %d compressions, %llu bytes: %lu dense, %lu compressed, %lu infeasible at first\n", count, (unsigned long long)allocated, kinds[0],
-           kinds[1], infeasible);
+    printf("  %d compressions, %llu bytes: %lu dense, %lu compressed, %lu infeasible at first\n", count,
+           (unsigned long long)allocated, kinds[0], kinds[1], infeasible);
     CHECK_MSG(misnamed == 0, "%lu messages name no feasible keep ratio", misnamed);
     CHECK(kinds[1] > (unsigned long)count / 3); /* the draw is not all dense */
     free(pool16[0]);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_kernels.c - every variant of the inner loops that this machine can run: bit-identical to the generic one, and within
- * rounding of plain double loops; nothing written outside the buffers, nothing wrong at odd sizes and addresses.
+ * test_kernels.c - every variant of the inner loops that this machine can run: bit-identical to the generic one, and
+ * within rounding of plain double loops; nothing written outside the buffers, nothing wrong at odd sizes and addresses.
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -57,16 +57,20 @@ static void fill(float *x, size_t n, akv_rng *rng)
 }
 
 /* Runs the body for every variant with the same input, then compares bits with the generic output `first`. */
-#define FOR_VARIANTS(k) for (int v_ = 0; v_ < num_variants; v_++) for (const akv_kernels *k = variants[v_]; k != NULL; k = NULL)
-#define SAME(first, now, n, what)                                                                                      \
-    do {                                                                                                               \
-        if (v_ == 0)                                                                                                   \
-            memcpy(first, now, (n) * sizeof(float));                                                                   \
-        else                                                                                                           \
-            CHECK_MSG(memcmp(first, now, (n) * sizeof(float)) == 0, "%s of %s differs from generic", what, variants[v_]->isa);           \
+#define FOR_VARIANTS(k)                       \
+    for (int v_ = 0; v_ < num_variants; v_++) \
+        for (const akv_kernels *k = variants[v_]; k != NULL; k = NULL)
+#define SAME(first, now, n, what)                                                                          \
+    do {                                                                                                   \
+        if (v_ == 0)                                                                                       \
+            memcpy(first, now, (n) * sizeof(float));                                                       \
+        else                                                                                               \
+            CHECK_MSG(memcmp(first, now, (n) * sizeof(float)) == 0, "%s of %s differs from generic", what, \
+                      variants[v_]->isa);                                                                  \
     } while (0)
 
-static const uint32_t dims[] = {2, 4, 6, 10, 14, 16, 18, 30, 32, 34, 48, 64, 66, 80, 96, 112, 128, 130, 192, 256, 512, 1024};
+static const uint32_t dims[] = {2,  4,  6,  10, 14,  16,  18,  30,  32,  34,  48,
+                                64, 66, 80, 96, 112, 128, 130, 192, 256, 512, 1024};
 enum { DIMS = sizeof dims / sizeof dims[0] };
 
 static float first[ROWS * MOST * AKV_GROUP_LANES];
@@ -114,7 +118,8 @@ static void dots(void)
                         sum += (double)q.data[r * dim + i] * x.data[i];
                         size += fabs((double)q.data[r * dim + i] * x.data[i]);
                     }
-                    CHECK_NEAR(out.data[r * stride], (double)0.37f * sum, 0.37 * ref_gamma(dim) * size, "%s: dot of %u", k->isa, dim);
+                    CHECK_NEAR(out.data[r * stride], (double)0.37f * sum, 0.37 * ref_gamma(dim) * size, "%s: dot of %u",
+                               k->isa, dim);
                 }
                 for (size_t i = 0; i < ROWS * 3; i++)
                     if (i % stride != 0 || i / stride >= rows)
@@ -132,7 +137,9 @@ static void dots(void)
                 for (uint32_t r = 0; r < ROWS; r++)
                     for (uint32_t i = 0; i < dim; i++) {
                         double want = q.data[r * dim + i] + (r < rows ? (double)w[2 * r] * x.data[i] : 0);
-                        CHECK_NEAR(y.data[r * dim + i], want, 2 * REF_U * (fabs((double)q.data[r * dim + i]) + 2 * fabs((double)w[2 * r] * x.data[i])),
+                        CHECK_NEAR(y.data[r * dim + i], want,
+                                   2 * REF_U *
+                                       (fabs((double)q.data[r * dim + i]) + 2 * fabs((double)w[2 * r] * x.data[i])),
                                    "%s: axpy", k->isa);
                     }
                 SAME(first, y.data, (size_t)ROWS * dim, "rows_axpy");
@@ -175,22 +182,26 @@ static void turns(void)
                 FOR_VARIANTS(k) {
                     guarded out = guarded_make(dim);
                     k->turn_bf16(a, dim, rotary, (akv_rope_style)style, cosine, sine, out.data);
-                    for (uint32_t i = 0; i < dim; i++) /* two products and a sum by rounded tables; normals stay below 8 */
-                        CHECK_NEAR(out.data[i], order[i], i < rotary ? 6 * 8 * REF_U : 0, "%s: turn, dim %u of %u", k->isa, i, dim);
+                    for (uint32_t i = 0; i < dim;
+                         i++) /* two products and a sum by rounded tables; normals stay below 8 */
+                        CHECK_NEAR(out.data[i], order[i], i < rotary ? 6 * 8 * REF_U : 0, "%s: turn, dim %u of %u",
+                                   k->isa, i, dim);
                     SAME(first, out.data, dim, "turn_bf16");
                     guarded_free(&out, "turn_bf16");
                 }
                 for (uint32_t rows = 1; rows <= ROWS; rows += 4)
                     FOR_VARIANTS(k) {
                         guarded out = guarded_make((size_t)ROWS * 5);
-                        k->anchor_logits(a, dim, rotary, (akv_rope_style)style, cosine, sine, -1.5f, q.data, rows, out.data, 5);
+                        k->anchor_logits(a, dim, rotary, (akv_rope_style)style, cosine, sine, -1.5f, q.data, rows,
+                                         out.data, 5);
                         for (uint32_t r = 0; r < rows; r++) {
                             double sum = 0, size = 0;
                             for (uint32_t i = 0; i < dim; i++) {
                                 sum += q.data[r * dim + i] * order[i];
                                 size += fabs(q.data[r * dim + i]) * 8;
                             }
-                            CHECK_NEAR(out.data[5 * r], -1.5 * sum, 1.5 * ref_gamma(dim) * size, "%s: anchor logit, dim %u", k->isa, dim);
+                            CHECK_NEAR(out.data[5 * r], -1.5 * sum, 1.5 * ref_gamma(dim) * size,
+                                       "%s: anchor logit, dim %u", k->isa, dim);
                         }
                         SAME(first, out.data, (size_t)ROWS * 5, "anchor_logits");
                         guarded_free(&out, "anchor_logits");
@@ -254,7 +265,8 @@ static void groups(void)
                             sum += (double)w[r * lanes + l] * group.data[i * lanes + l];
                             size += fabs((double)w[r * lanes + l] * group.data[i * lanes + l]);
                         }
-                        CHECK_NEAR(y.data[r * dim + i], sum, ref_gamma(lanes + 1) * size, "%s: group accumulate", k->isa);
+                        CHECK_NEAR(y.data[r * dim + i], sum, ref_gamma(lanes + 1) * size, "%s: group accumulate",
+                                   k->isa);
                     }
                 SAME(first, y.data, (size_t)rows * dim, "group_accumulate");
                 guarded_free(&y, "group_accumulate");
@@ -274,7 +286,10 @@ static void softmax(void)
             rng.state = n;
             float max = 3.5f;
             for (uint32_t i = 0; i < n; i++)
-                x.data[i] = i % 11 == 10 ? -INFINITY : i % 13 == 12 ? max : i % 7 == 6 ? max - 90 : max - (float)(87 * random_unit(&rng));
+                x.data[i] = i % 11 == 10   ? -INFINITY
+                            : i % 13 == 12 ? max
+                            : i % 7 == 6   ? max - 90
+                                           : max - (float)(87 * random_unit(&rng));
             double want[70], sum = 0;
             for (uint32_t i = 0; i < n; i++) {
                 want[i] = exp((double)(x.data[i] - max));

@@ -47,7 +47,8 @@ static void rope(void)
 
 static void rounding(void)
 {
-    /* the reference's rounding by definition against the bit tricks of core/base.h, over all f16 and the midpoints between */
+    /* the reference's rounding by definition against the bit tricks of core/base.h, over all f16 and the midpoints
+     * between */
     unsigned wrong = 0;
     for (uint32_t h = 0; h < 0x7bffu; h++) {
         double a = akv_f16_to_f32((uint16_t)h), b = akv_f16_to_f32((uint16_t)(h + 1));
@@ -60,7 +61,8 @@ static void rounding(void)
             }
     }
     CHECK_MSG(wrong == 0, "%u f16 roundings differ", wrong);
-    CHECK(ref_round_f16(1e6) == 65504 && ref_round_f16(-1e6) == -65504 && akv_f16_to_f32(akv_f32_to_f16(1e6f)) == 65504);
+    CHECK(ref_round_f16(1e6) == 65504 && ref_round_f16(-1e6) == -65504 &&
+          akv_f16_to_f32(akv_f32_to_f16(1e6f)) == 65504);
     akv_rng rng = {5};
     for (int i = 0; i < 200000; i++) {
         float x = akv_f32_bits((uint32_t)akv_rng_next(&rng));
@@ -102,7 +104,8 @@ static void transform(void)
     ref_hadamard(two, 2);
     CHECK_NEAR(two[0], 4 / sqrt(2.0), 1e-15 * 4, "sum");
     CHECK_NEAR(two[1], 2 / sqrt(2.0), 1e-15 * 4, "difference");
-    CHECK(ref_code(-2, 1, false) == 0 && ref_code(-0.9, 1, false) == 1 && ref_code(0.5, 1, false) == 2 && ref_code(0.99, 1, false) == 3);
+    CHECK(ref_code(-2, 1, false) == 0 && ref_code(-0.9, 1, false) == 1 && ref_code(0.5, 1, false) == 2 &&
+          ref_code(0.99, 1, false) == 3);
     CHECK(ref_code(0.65, 1, true) == 2 && ref_code(0.67, 1, true) == 3);
     /* Lloyd-Max: a boundary is the middle of its levels; the level is the gaussian's centroid between its boundaries */
     CHECK_NEAR(ref_boundaries[2], (ref_levels[2] + ref_levels[3]) / 2, 1e-12, "boundary");
@@ -154,7 +157,17 @@ static void attention_by_hand(void)
 static void utility_is_the_derivative(void)
 {
     for (int capped = 0; capped < 2; capped++) {
-        spec s = {.name = "utility", .S = 40, .H = 1, .G = 2, .dk = 8, .dv = 6, .W = 4, .rotary = 8, .softcap = capped ? 2 : 0, .keep = 1, .seed = 3};
+        spec s = {.name = "utility",
+                  .S = 40,
+                  .H = 1,
+                  .G = 2,
+                  .dk = 8,
+                  .dv = 6,
+                  .W = 4,
+                  .rotary = 8,
+                  .softcap = capped ? 2 : 0,
+                  .keep = 1,
+                  .seed = 3};
         fixture f;
         fixture_make(&s, &f);
         ref_layer l;
@@ -183,8 +196,10 @@ static void utility_is_the_derivative(void)
                                 l.values[p * 6 + (uint64_t)i] += step * rv[p * 6 + (uint64_t)i];
                             ref_row_result row;
                             uint64_t seen = 40 - 4 + r + 1;
-                            must(ref_attend_row(l.queries + (g * 4 + r) * 8, seen, l.keys, NULL, 8, l.values, NULL, 6, NULL, l.scale, l.cap, NULL,
-                                                y[side][sign], &row) ? &f : NULL);
+                            must(ref_attend_row(l.queries + (g * 4 + r) * 8, seen, l.keys, NULL, 8, l.values, NULL, 6,
+                                                NULL, l.scale, l.cap, NULL, y[side][sign], &row)
+                                     ? &f
+                                     : NULL);
                             for (int i = 0; i < 8 && side == 0; i++)
                                 l.keys[p * 8 + (uint64_t)i] -= step * rk[p * 8 + (uint64_t)i];
                             for (int i = 0; i < 6 && side == 1; i++)
@@ -198,7 +213,8 @@ static void utility_is_the_derivative(void)
                 }
             /* relative 1e-5: central differences with h = 1e-4 leave h^2 of the third derivative, about 1e-7 here */
             for (int side = 0; side < 2; side++)
-                CHECK_NEAR(u[side][p], moved[side], 1e-5 * moved[side] + 1e-14, "side %d token %llu capped %d", side, (unsigned long long)p, capped);
+                CHECK_NEAR(u[side][p], moved[side], 1e-5 * moved[side] + 1e-14, "side %d token %llu capped %d", side,
+                           (unsigned long long)p, capped);
         }
         ref_layer_free(&l);
         fixture_free(&f);
@@ -207,7 +223,8 @@ static void utility_is_the_derivative(void)
 
 static void planning(void)
 {
-    CHECK(ref_num_anchors(12800, 32, 128) == 100 && ref_num_anchors(1000, 32, 128) == 48 && ref_num_anchors(40, 32, 128) == 40);
+    CHECK(ref_num_anchors(12800, 32, 128) == 100 && ref_num_anchors(1000, 32, 128) == 48 &&
+          ref_num_anchors(40, 32, 128) == 40);
     CHECK(ref_num_top(48, 32, 0.7) == 11 && ref_num_top(100, 32, 0.7) == 47);
     akv_shape s;
     akv_shape_init(&s);
@@ -216,13 +233,16 @@ static void planning(void)
     s.gqa_group = 4;
     s.head_dim_k = s.head_dim_v = s.rotary_dim = 128;
     ref_plan p = ref_make_plan(&s, 0.1, 0, NULL);
-    /* by hand: 8 * 8192 * 256 * 2 = 33554432 dense; k = 64; fixed = object 64 + header 512 + 64 freqs 512 + anchors 8*64*512
-       + positions 2048 + index 2 * 65536 + coefficients 2 * 131072 + bitmaps 2 * 8192 + ranks 2 * (64 + 1) * 8, padded to 576 */
+    /* by hand: 8 * 8192 * 256 * 2 = 33554432 dense; k = 64; fixed = object 64 + header 512 + 64 freqs 512 + anchors
+       8*64*512
+       + positions 2048 + index 2 * 65536 + coefficients 2 * 131072 + bitmaps 2 * 8192 + ranks 2 * (64 + 1) * 8, padded
+       to 576 */
     CHECK(p.dense_bytes == 33554432 && p.budget == 3355443 && p.num_anchors == 64 && p.feasible);
     CHECK(p.min_bytes == 64 + 512 + 512 + 262144 + 2048 + 131072 + 262144 + 16384 + 2 * 576);
     /* left 2680563 over 34 bytes a residual, less what padding four sections costs: a handful at most */
     uint64_t n = p.residuals[0] + p.residuals[1], bound = (3355443 - p.min_bytes) / 34;
-    CHECK_MSG(n <= bound && n + 8 > bound && p.residuals[0] == n / 2, "%llu of %llu", (unsigned long long)n, (unsigned long long)bound);
+    CHECK_MSG(n <= bound && n + 8 > bound && p.residuals[0] == n / 2, "%llu of %llu", (unsigned long long)n,
+              (unsigned long long)bound);
     CHECK(p.total <= p.budget && p.budget - p.total < 34 + 4 * 64);
 }
 
