@@ -41,6 +41,9 @@ typedef struct akv_kernels {
     void (*anchor_logits)(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const float *cosine,
                           const float *sine, float gamma, const float *rows, uint32_t num_rows, float *out, size_t out_stride);
 
+    /* n signed bytes -> f32. */
+    void (*row_i8)(const int8_t *x, uint32_t n, float *out);
+
     /*
      * One anchor of 8 bits, centred: x = weight * a + mean, turned as turn_bf16 does, then out[r * out_stride] = <rows[r], x>.
      */
