@@ -4,21 +4,17 @@
  * are checked against their ranges, the section table against the one layout those fields imply, then every index,
  * count and number inside the sections. What passes can be attended to without any further check.
  */
-#include "core/sections.h"
 #include "core/segment.h"
-
-/* Generous limits that keep every product of the attention path far inside 64 bits. */
-#define MAX_HEADS 65536u
-#define MAX_DIM 1024u
-#define MAX_QUERIES 1024u
+#include "core/sizes.h"
 
 static const char *const side_name[AKV_SIDES] = {"key", "value"};
 
 static const char *section_name(int id)
 {
     static const char *const names[AKV_SEC_COUNT] = {
-        "INV_FREQ", "POSITIONS",  "ANCHOR_TOKENS", "ANCHORS(k)", "ANCHORS(v)", "INDEX(k)", "INDEX(v)", "COEFF(k)", "COEFF(v)",
-        "LEVELS(k)", "LEVELS(v)", "GAINS(k)",      "GAINS(v)",   "CODES(k)",   "CODES(v)", "DENSE(k)", "DENSE(v)"};
+        "INV_FREQ", "POSITIONS", "ANCHOR_TOKENS", "ANCHORS(k)", "ANCHORS(v)", "INDEX(k)",
+        "INDEX(v)", "COEFF(k)",  "COEFF(v)",      "LEVELS(k)",  "LEVELS(v)",  "GAINS(k)",
+        "GAINS(v)", "CODES(k)",  "CODES(v)",      "DENSE(k)",   "DENSE(v)"};
     return id < AKV_SEC_COUNT ? names[id] : "of a newer version";
 }
 
@@ -29,29 +25,36 @@ static const char *section_name(int id)
 static akv_status check_version(const akv_header *h, akv_diag *diag)
 {
     if (h->magic == __builtin_bswap32(AKV_SEGMENT_MAGIC))
-        return akv_fail(diag, AKV_E_VERSION, "segment bytes are in the other byte order; this reader needs a little-endian "
-                                             "file on a little-endian machine");
+        return akv_fail(diag, AKV_E_VERSION,
+                        "segment bytes are in the other byte order; this reader needs a little-endian "
+                        "file on a little-endian machine");
     if (h->magic != AKV_SEGMENT_MAGIC)
-        return CORRUPT("not a segment: it begins with 0x%08x instead of 0x%08x (\"AKVS\")", h->magic, AKV_SEGMENT_MAGIC);
+        return CORRUPT("not a segment: it begins with 0x%08x instead of 0x%08x (\"AKVS\")", h->magic,
+                       AKV_SEGMENT_MAGIC);
     if (h->major != AKV_SEGMENT_MAJOR)
-        return akv_fail(diag, AKV_E_VERSION, "segment format %u.%u is unknown; this library reads version %u.x", h->major, h->minor,
-                        AKV_SEGMENT_MAJOR);
+        return akv_fail(diag, AKV_E_VERSION, "segment format %u.%u is unknown; this library reads version %u.x",
+                        h->major, h->minor, AKV_SEGMENT_MAJOR);
     if (h->required != 0)
-        return akv_fail(diag, AKV_E_VERSION, "segment needs feature bits 0x%x, which this library does not know", h->required);
+        return akv_fail(diag, AKV_E_VERSION, "segment needs feature bits 0x%x, which this library does not know",
+                        h->required);
     return AKV_OK;
 }
 
 static akv_status check_shape(const akv_header *h, akv_diag *diag)
 {
-    if (h->num_tokens == 0 || h->num_tokens > UINT32_MAX)
-        return CORRUPT("num_tokens is %llu; 1..4294967295 is possible", (unsigned long long)h->num_tokens);
-    if (h->num_kv_heads == 0 || h->num_kv_heads > MAX_HEADS || h->gqa_group == 0 || h->gqa_group > MAX_HEADS)
-        return CORRUPT("num_kv_heads %u and gqa_group %u must both be 1..%u", h->num_kv_heads, h->gqa_group, MAX_HEADS);
-    for (int side = 0; side < AKV_SIDES; side++)
-        if (h->head_dim[side] < 2 || h->head_dim[side] > MAX_DIM || h->head_dim[side] % 2 != 0)
-            return CORRUPT("head_dim of the %ss is %u; it must be even and 2..%u", side_name[side], h->head_dim[side], MAX_DIM);
-    if (h->rotary_dim % 2 != 0 || h->rotary_dim > h->head_dim[AKV_SIDE_K])
-        return CORRUPT("rotary_dim is %u; it must be even and at most head_dim_k = %u", h->rotary_dim, h->head_dim[AKV_SIDE_K]);
+    akv_shape shape;
+    akv_shape_init(&shape);
+    shape.num_tokens = h->num_tokens;
+    shape.num_kv_heads = h->num_kv_heads;
+    shape.gqa_group = h->gqa_group;
+    shape.head_dim_k = h->head_dim[AKV_SIDE_K];
+    shape.head_dim_v = h->head_dim[AKV_SIDE_V];
+    shape.rotary_dim = h->rotary_dim;
+    if (h->num_queries != 0 || h->kind != AKV_SEGMENT_DENSE) /* dense segments need no window */
+        shape.num_queries = h->num_queries;
+    akv_diag inner;
+    if (akv_check_shape(&shape, &inner) != AKV_OK)
+        return CORRUPT("segment header: %.480s", inner.message);
     if (h->rope_style > AKV_ROPE_INTERLEAVED)
         return CORRUPT("rope_style is %u; 0 and 1 exist", h->rope_style);
     if (!isfinite(h->magnitude) || h->magnitude <= 0.0)
@@ -60,12 +63,10 @@ static akv_status check_shape(const akv_header *h, akv_diag *diag)
         return CORRUPT("softmax scale and logit soft-cap must be finite, the soft-cap not negative");
     if (h->dense_dtype > AKV_BF16)
         return CORRUPT("dense_dtype is %u; 0, 1 and 2 exist", h->dense_dtype);
-    if (h->num_queries > MAX_QUERIES)
-        return CORRUPT("num_queries is %u; at most %u is possible", h->num_queries, MAX_QUERIES);
     int64_t span = (int64_t)h->last_position - h->first_position;
     if (span < 0 || (uint64_t)span + 1 < h->num_tokens)
-        return CORRUPT("positions %d..%d cannot hold %llu tokens in ascending order", h->first_position, h->last_position,
-                       (unsigned long long)h->num_tokens);
+        return CORRUPT("positions %d..%d cannot hold %llu tokens in ascending order", h->first_position,
+                       h->last_position, (unsigned long long)h->num_tokens);
     return AKV_OK;
 }
 
@@ -83,14 +84,15 @@ static akv_status check_kind(const akv_header *h, akv_diag *diag)
     if (h->dense_reason != AKV_DENSE_NONE)
         return CORRUPT("dense_reason is %u in a compressed segment; it must be 0", h->dense_reason);
     if (h->profile != AKV_PROFILE_PAPER)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec profile %u; this library decodes profile %d", h->profile,
-                        AKV_PROFILE_PAPER);
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec profile %u; this library decodes profile %d",
+                        h->profile, AKV_PROFILE_PAPER);
     if ((h->flags & ~AKV_FLAGS_KNOWN) != 0)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec flags 0x%x; this library knows 0x%x", h->flags, AKV_FLAGS_KNOWN);
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec flags 0x%x; this library knows 0x%x", h->flags,
+                        AKV_FLAGS_KNOWN);
     if (h->num_queries == 0)
         return CORRUPT("num_queries is 0; a compressed segment has a window of at least 1");
-    if (h->num_anchors == 0 || h->num_anchors > h->num_tokens || h->num_anchors > 65536)
-        return CORRUPT("num_anchors is %u; 1..min(num_tokens, 65536) is possible", h->num_anchors);
+    if (h->num_anchors == 0 || h->num_anchors > h->num_tokens || h->num_anchors > AKV_MAX_ANCHORS)
+        return CORRUPT("num_anchors is %u; 1..min(num_tokens, %u) is possible", h->num_anchors, AKV_MAX_ANCHORS);
     for (int side = 0; side < AKV_SIDES; side++)
         if (h->num_residuals[side] > (h->num_tokens - h->num_anchors) * h->num_kv_heads)
             return CORRUPT("%llu %s residuals are more than there are tokens without an anchor",
@@ -98,45 +100,48 @@ static akv_status check_kind(const akv_header *h, akv_diag *diag)
     return AKV_OK;
 }
 
-/* The table must be the one layout that the fields imply; sections that a newer minor appended only have to lie inside. */
+/* The table must be the one layout that the fields imply; sections that a newer minor appended only have to lie inside.
+ */
 static akv_status check_table(const akv_header *h, akv_diag *diag)
 {
     bool newer = h->minor > AKV_SEGMENT_MINOR;
-    if (h->header_bytes % AKV_ALIGN != 0 || (newer ? h->header_bytes < sizeof *h : h->header_bytes != sizeof *h))
-        return CORRUPT("header_bytes is %u; version %u.%u has %zu", h->header_bytes, h->major, h->minor, sizeof *h);
+    if (h->header_bytes != sizeof *h)
+        return CORRUPT("header_bytes is %u; version %u.x has %zu", h->header_bytes, h->major, sizeof *h);
     if (newer ? h->num_sections < AKV_SEC_COUNT || h->num_sections > AKV_SEC_ROOM : h->num_sections != AKV_SEC_COUNT)
         return CORRUPT("num_sections is %u; version %u.%u has %d", h->num_sections, h->major, h->minor, AKV_SEC_COUNT);
-    if (!newer && h->reserved != 0)
-        return CORRUPT("the reserved header field is %u instead of 0", h->reserved);
+    if (!newer && (h->reserved != 0 || h->optional != 0))
+        return CORRUPT("a header field that version %u.%u leaves 0 is not 0", h->major, h->minor);
 
-    akv_section want[AKV_SEC_COUNT];
-    uint64_t end = 0;
+    akv_header want = *h; /* the same shape, laid out anew */
     bool has_positions = h->sections[AKV_SEC_POSITIONS].offset != 0;
-    if (!akv_sections_layout(h, has_positions, want, &end))
-        return CORRUPT("the section sizes that the header implies do not fit 64 bits");
+    akv_layout_sections(&want, has_positions);
+    uint64_t end = want.total_bytes;
     for (int id = 0; id < AKV_SEC_COUNT; id++) {
-        const akv_section *s = &h->sections[id];
-        if (s->bytes != want[id].bytes || s->offset != want[id].offset)
-            return CORRUPT("section %s is %llu bytes at %llu; the header's shape puts %llu bytes at %llu", section_name(id),
-                           (unsigned long long)s->bytes, (unsigned long long)s->offset, (unsigned long long)want[id].bytes,
-                           (unsigned long long)want[id].offset);
+        const akv_section *s = &h->sections[id], *w = &want.sections[id];
+        if (s->bytes != w->bytes || s->offset != w->offset)
+            return CORRUPT("section %s is %llu bytes at %llu; the header's shape puts %llu bytes at %llu",
+                           section_name(id), (unsigned long long)s->bytes, (unsigned long long)s->offset,
+                           (unsigned long long)w->bytes, (unsigned long long)w->offset);
     }
     for (int id = AKV_SEC_COUNT; id < AKV_SEC_ROOM; id++) {
         const akv_section *s = &h->sections[id];
         if (s->offset == 0 && s->bytes == 0)
             continue;
-        if (!newer || (uint32_t)id >= h->num_sections || s->offset != end || s->bytes == 0 || s->bytes > h->total_bytes - end)
-            return CORRUPT("section %d does not belong into version %u.%u or lies outside the segment", id, h->major, h->minor);
+        if (!newer || (uint32_t)id >= h->num_sections || end > h->total_bytes || s->offset != end || s->bytes == 0 ||
+            s->bytes > h->total_bytes - end)
+            return CORRUPT("section %d does not belong into version %u.%u or lies outside the segment", id, h->major,
+                           h->minor);
         end += akv_round_up(s->bytes, AKV_ALIGN);
         if (end > h->total_bytes)
             return CORRUPT("section %d ends beyond the segment", id);
     }
     if (end != h->total_bytes)
-        return CORRUPT("total_bytes is %llu; the sections end at %llu", (unsigned long long)h->total_bytes, (unsigned long long)end);
-    if (!has_positions && h->dense_reason != AKV_DENSE_EVICTED &&
+        return CORRUPT("total_bytes is %llu; the sections end at %llu", (unsigned long long)h->total_bytes,
+                       (unsigned long long)end);
+    if (h->kind == AKV_SEGMENT_COMPRESSED && !has_positions &&
         (uint64_t)((int64_t)h->last_position - h->first_position) + 1 != h->num_tokens)
-        return CORRUPT("positions %d..%d are not consecutive for %llu tokens, but no positions are stored", h->first_position,
-                       h->last_position, (unsigned long long)h->num_tokens);
+        return CORRUPT("positions %d..%d are not consecutive for %llu tokens, but no positions are stored",
+                       h->first_position, h->last_position, (unsigned long long)h->num_tokens);
     return AKV_OK;
 }
 
@@ -144,7 +149,8 @@ static akv_status check_header(const akv_header *h, size_t bytes, akv_diag *diag
 {
     AKV_TRY(check_version(h, diag));
     if (h->total_bytes != bytes)
-        return CORRUPT("the header says %llu bytes, but %zu are here (truncated or padded)", (unsigned long long)h->total_bytes, bytes);
+        return CORRUPT("the header says %llu bytes, but %zu are here (truncated or padded)",
+                       (unsigned long long)h->total_bytes, bytes);
     AKV_TRY(check_shape(h, diag));
     AKV_TRY(check_kind(h, diag));
     return check_table(h, diag);
@@ -197,10 +203,11 @@ static akv_status check_rope_and_positions(const akv_segment *segment, akv_diag 
     const int32_t *pos = akv_section_of(segment, AKV_SEC_POSITIONS);
     for (uint64_t p = 1; p < h->num_tokens; p++)
         if (pos[p] <= pos[p - 1])
-            return CORRUPT("positions must ascend, but position %d of token %llu follows %d", pos[p], (unsigned long long)p, pos[p - 1]);
+            return CORRUPT("positions must ascend, but position %d of token %llu follows %d", pos[p],
+                           (unsigned long long)p, pos[p - 1]);
     if (pos[0] != h->first_position || pos[h->num_tokens - 1] != h->last_position)
-        return CORRUPT("the stored positions span %d..%d, the header says %d..%d", pos[0], pos[h->num_tokens - 1], h->first_position,
-                       h->last_position);
+        return CORRUPT("the stored positions span %d..%d, the header says %d..%d", pos[0], pos[h->num_tokens - 1],
+                       h->first_position, h->last_position);
     return AKV_OK;
 }
 
@@ -216,7 +223,8 @@ static akv_status check_dense(const akv_segment *segment, akv_diag *diag)
         const float *x = akv_section_of(segment, id);
         for (uint64_t i = 0; i < h->sections[id].bytes / 4; i++)
             if (!isfinite(x[i]))
-                return CORRUPT("section %s holds NaN or infinity at element %llu", section_name(id), (unsigned long long)i);
+                return CORRUPT("section %s holds NaN or infinity at element %llu", section_name(id),
+                               (unsigned long long)i);
     }
     return AKV_OK;
 }
@@ -242,7 +250,8 @@ static akv_status check_index(const akv_segment *segment, int side, akv_diag *di
         uint32_t c = wide ? ((const uint16_t *)index)[i] : ((const uint8_t *)index)[i];
         if (c >= h->num_anchors)
             return CORRUPT("%s token %llu of head %llu refers to anchor %u of %u", side_name[side],
-                           (unsigned long long)(i % h->num_tokens), (unsigned long long)(i / h->num_tokens), c, h->num_anchors);
+                           (unsigned long long)(i % h->num_tokens), (unsigned long long)(i / h->num_tokens), c,
+                           h->num_anchors);
     }
     return AKV_OK;
 }
@@ -264,16 +273,17 @@ static akv_status check_levels(const akv_segment *segment, int side, akv_diag *d
     uint64_t S = h->num_tokens, map_bytes = akv_div_up(S, 8), count = 0;
     for (uint64_t head = 0; head < h->num_kv_heads; head++, map += map_bytes, token += h->num_anchors) {
         if (S % 8 != 0 && map[map_bytes - 1] >> (S % 8) != 0)
-            return CORRUPT("the %s level map of head %llu marks tokens beyond the last one", side_name[side], (unsigned long long)head);
+            return CORRUPT("the %s level map of head %llu marks tokens beyond the last one", side_name[side],
+                           (unsigned long long)head);
         for (uint32_t c = 0; c < h->num_anchors; c++)
             if (map[token[c] >> 3] >> (token[c] & 7) & 1)
-                return CORRUPT("anchor token %u of head %llu owns a %s residual; anchors are exact and own none", token[c],
-                               (unsigned long long)head, side_name[side]);
+                return CORRUPT("anchor token %u of head %llu owns a %s residual; anchors are exact and own none",
+                               token[c], (unsigned long long)head, side_name[side]);
         count += count_residuals(map, 0, S);
     }
     if (count != h->num_residuals[side])
-        return CORRUPT("the %s level maps mark %llu residuals, the header says %llu", side_name[side], (unsigned long long)count,
-                       (unsigned long long)h->num_residuals[side]);
+        return CORRUPT("the %s level maps mark %llu residuals, the header says %llu", side_name[side],
+                       (unsigned long long)count, (unsigned long long)h->num_residuals[side]);
     return AKV_OK;
 }
 
@@ -332,8 +342,8 @@ akv_status akv_segment_open(const void *data, size_t bytes, int copy, const akv_
     if (data == NULL || out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "data and out must not be NULL");
     if (!copy && (uintptr_t)data % AKV_ALIGN != 0)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "borrowed segment bytes must be %u-byte aligned; align them or pass copy = 1",
-                        AKV_ALIGN);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "borrowed segment bytes must be %u-byte aligned; align them or pass copy = 1", AKV_ALIGN);
     akv_header header;
     if (bytes < sizeof header)
         return CORRUPT("%zu bytes are too few for a segment; its header alone takes %zu", bytes, sizeof header);
