@@ -90,6 +90,9 @@ akv_status cli_output_write(void *output, const void *data, size_t bytes, akv_di
 int cli_output_commit(cli_output *output); /* frees it, whatever happens */
 void cli_output_abort(cli_output *output); /* removes the temporary file; NULL is fine */
 
+/* Whether such a file could be made now: asked before long work, so that its result has somewhere to go. */
+int cli_check_writable(const char *path);
+
 /* All of `data` to a file as above ("-" = standard output). */
 int cli_write_file(const char *path, const void *data, size_t bytes);
 

@@ -358,6 +358,14 @@ int cli_output_commit(cli_output *o)
     return CLI_OK;
 }
 
+int cli_check_writable(const char *path)
+{
+    cli_output *o = NULL;
+    int code = strcmp(path, "-") == 0 ? CLI_OK : cli_output_open(path, &o);
+    cli_output_abort(o);
+    return code;
+}
+
 int cli_write_file(const char *path, const void *data, size_t bytes)
 {
     if (strcmp(path, "-") == 0) {
