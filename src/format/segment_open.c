@@ -12,9 +12,9 @@ static const char *const side_name[AKV_SIDES] = {"key", "value"};
 static const char *section_name(int id)
 {
     static const char *const names[AKV_SEC_COUNT] = {
-        "INV_FREQ", "POSITIONS", "ANCHOR_TOKENS", "ANCHORS(k)", "ANCHORS(v)", "INDEX(k)",
-        "INDEX(v)", "COEFF(k)",  "COEFF(v)",      "LEVELS(k)",  "LEVELS(v)",  "GAINS(k)",
-        "GAINS(v)", "CODES(k)",  "CODES(v)",      "DENSE(k)",   "DENSE(v)"};
+        "INV_FREQ", "POSITIONS", "ANCHOR_TOKENS", "ANCHORS(k)", "ANCHORS(v)", "INDEX(k)", "INDEX(v)",
+        "COEFF(k)", "COEFF(v)",  "LEVELS(k)",     "LEVELS(v)",  "GAINS(k)",   "GAINS(v)", "CODES(k)",
+        "CODES(v)", "DENSE(k)",  "DENSE(v)",      "RANKS(k)",   "RANKS(v)"};
     return id < AKV_SEC_COUNT ? names[id] : "of a newer version";
 }
 
@@ -265,10 +265,12 @@ static uint64_t count_residuals(const uint8_t *map, uint64_t first, uint64_t n)
     return count;
 }
 
+/* The bitmaps against the anchors, and the ranks (residuals before each block) against the bitmaps. */
 static akv_status check_levels(const akv_segment *segment, int side, akv_diag *diag)
 {
     const akv_header *h = akv_header_of(segment);
     const uint8_t *map = akv_section_of(segment, AKV_SEC_LEVELS + side);
+    const uint64_t *rank = akv_section_of(segment, AKV_SEC_RANKS + side);
     const uint32_t *token = akv_section_of(segment, AKV_SEC_ANCHOR_TOKENS);
     uint64_t S = h->num_tokens, map_bytes = akv_div_up(S, 8), count = 0;
     for (uint64_t head = 0; head < h->num_kv_heads; head++, map += map_bytes, token += h->num_anchors) {
@@ -279,11 +281,17 @@ static akv_status check_levels(const akv_segment *segment, int side, akv_diag *d
             if (map[token[c] >> 3] >> (token[c] & 7) & 1)
                 return CORRUPT("anchor token %u of head %llu owns a %s residual; anchors are exact and own none",
                                token[c], (unsigned long long)head, side_name[side]);
-        count += count_residuals(map, 0, S);
+        for (uint64_t first = 0; first < S; first += AKV_BLOCK_TOKENS) {
+            if (*rank++ != count)
+                return CORRUPT("the %s rank of head %llu, token %llu is not the number of residuals before it",
+                               side_name[side], (unsigned long long)head, (unsigned long long)first);
+            count += count_residuals(map, first, S - first < AKV_BLOCK_TOKENS ? S - first : AKV_BLOCK_TOKENS);
+        }
     }
-    if (count != h->num_residuals[side])
-        return CORRUPT("the %s level maps mark %llu residuals, the header says %llu", side_name[side],
-                       (unsigned long long)count, (unsigned long long)h->num_residuals[side]);
+    if (count != h->num_residuals[side] || *rank != count)
+        return CORRUPT("the %s level maps mark %llu residuals, the header says %llu, the last rank %llu",
+                       side_name[side], (unsigned long long)count, (unsigned long long)h->num_residuals[side],
+                       (unsigned long long)*rank);
     return AKV_OK;
 }
 

@@ -97,6 +97,9 @@ static inline uint8_t *hand_compressed(bool with_positions, size_t *bytes)
                 ((uint8_t *)hand_section(blob, AKV_SEC_LEVELS + side))[head * ((HAND_S + 7) / 8) + p / 8] |=
                     (uint8_t)(1u << (p % 8));
         }
+        uint64_t *ranks = hand_section(blob, AKV_SEC_RANKS + side); /* one block of 1024 tokens a head */
+        for (uint32_t head = 0; head <= HAND_H; head++)
+            ranks[head] = h.num_residuals[side] / HAND_H * head;
         for (uint64_t i = 0; i < h.num_residuals[side]; i++)
             ((uint16_t *)hand_section(blob, AKV_SEC_GAINS + side))[i] = akv_f32_to_f16(0.25f);
         uint8_t *codes = hand_section(blob, AKV_SEC_CODES + side);

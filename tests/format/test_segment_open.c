@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* test_segment_open.c - akv_segment_open against handmade bytes: what is right opens, every single lie is refused. */
+#include "anchorkv/akv_experimental.h"
 #include "check.h"
 #include "handmade.h"
 
@@ -201,7 +202,10 @@ static void test_section_lies(void)
         {AKV_SEC_COEFF + 1, 2, 2, 0xfe00, "COEFF(v)"},
         {AKV_SEC_LEVELS, 4, 1, 0x20, "beyond the last"},
         {AKV_SEC_LEVELS, 0, 1, 0x11, "owns a key residual"},
-        {AKV_SEC_LEVELS + 1, 0, 1, 0, "mark"},
+        {AKV_SEC_LEVELS + 1, HAND_S / 8 + 1, 1, 0, "mark 16"},
+        {AKV_SEC_RANKS, 0, 4, 1, "key rank of head 0"},
+        {AKV_SEC_RANKS + 1, 8, 4, 9, "value rank of head 1"},
+        {AKV_SEC_RANKS, 16, 4, 17, "last rank"},
         {AKV_SEC_GAINS, 0, 2, 0x7c01, "GAINS(k)"},
         {AKV_SEC_GAINS + 1, 6, 2, 0xfc00, "GAINS(v)"},
         {AKV_SEC_CODES + 1, 19, 1, 0x80, "unused bits"},
@@ -253,7 +257,10 @@ static void test_bit_flips(void)
         blob[bit / 8] ^= (uint8_t)(1u << (bit % 8));
         akv_segment *segment = NULL;
         if (akv_segment_open(blob, bytes, 0, NULL, &segment, NULL) == AKV_OK) {
+            float keys[HAND_S * 8], values[HAND_S * 6];
             opened++;
+            for (uint32_t head = 0; head < HAND_H; head++)
+                CHECK_STATUS(akv_segment_decode(segment, head, 0, HAND_S, keys, values, &diag), AKV_OK, "");
             akv_segment_release(segment);
         } else {
             refused++;
@@ -290,6 +297,81 @@ static void test_newer_minor(void)
     free(old);
 }
 
+/* What the library itself writes: several blocks, wide indices, stored positions, every method. */
+static void test_library_segments(void)
+{
+    enum { H = 2, G = 2, W = 8, DK = 20, DV = 14, MAX_S = 2600 };
+    static const uint64_t lengths[] = {40, 1024, 1025, 2600};
+    float *keys = malloc(sizeof(float) * H * MAX_S * DK), *values = malloc(sizeof(float) * H * MAX_S * DV);
+    int32_t *positions = malloc(sizeof(int32_t) * MAX_S);
+    float queries[H * G * W * DK];
+    double inv_freq[DK / 2];
+    if (keys == NULL || values == NULL || positions == NULL)
+        exit(2);
+    akv_rng rng = {5};
+    for (size_t i = 0; i < (size_t)H * MAX_S * DK; i++)
+        keys[i] = (float)(akv_rng_below(&rng, 2001)) / 1000.0f - 1.0f;
+    for (size_t i = 0; i < (size_t)H * MAX_S * DV; i++)
+        values[i] = (float)(akv_rng_below(&rng, 2001)) / 1000.0f - 1.0f;
+    for (size_t i = 0; i < sizeof queries / sizeof queries[0]; i++)
+        queries[i] = (float)(akv_rng_below(&rng, 2001)) / 1000.0f - 1.0f;
+    for (int32_t p = 0; p < MAX_S; p++)
+        positions[p] = 3 * p + 1;
+    for (int j = 0; j < DK / 2; j++)
+        inv_freq[j] = 1.0 / (1.0 + j);
+    for (size_t n = 0; n < sizeof lengths / sizeof lengths[0]; n++)
+        for (int variant = 0; variant < 5; variant++) {
+            akv_layer layer;
+            akv_config config;
+            akv_experiment experiment;
+            akv_layer_init(&layer);
+            akv_config_init(&config);
+            akv_experiment_init(&experiment);
+            layer.shape.num_tokens = lengths[n];
+            layer.shape.num_kv_heads = H;
+            layer.shape.gqa_group = G;
+            layer.shape.head_dim_k = DK;
+            layer.shape.head_dim_v = DV;
+            layer.shape.rotary_dim = DK;
+            layer.shape.num_queries = W;
+            layer.shape.has_positions = variant == 1;
+            layer.positions = variant == 1 ? positions : NULL;
+            layer.keys = akv_tensor_contiguous(keys, AKV_F32, lengths[n], DK);
+            layer.values = akv_tensor_contiguous(values, AKV_F32, lengths[n], DV);
+            layer.queries = akv_tensor_contiguous(queries, AKV_F32, W, DK);
+            layer.rope.rotary_dim = DK;
+            layer.rope.inv_freq = inv_freq;
+            layer.sm_scale = 0.2;
+            config.keep_ratio = 0.8;
+            experiment.tokens_per_anchor = variant == 2 ? 4 : 128; /* more than 256 anchors: two-byte indices */
+            config.experiment = &experiment;
+            akv_segment *made = NULL, *opened = NULL;
+            if (variant == 3)
+                CHECK_STATUS(akv_segment_create_dense(&layer, &config, &made, &diag), AKV_OK, "");
+            else if (variant == 4)
+                CHECK_STATUS(akv_evict_snapkv(&layer, &config, &made, &diag), AKV_OK, "");
+            else
+                CHECK_STATUS(akv_compress(&layer, &config, &made, &diag), AKV_OK, "");
+            size_t bytes = 0;
+            const void *data = akv_segment_data(made, &bytes);
+            for (int copy = 0; copy < 2 && made != NULL; copy++) {
+                CHECK_STATUS(akv_segment_open(data, bytes, copy, NULL, &opened, &diag), AKV_OK, "");
+                akv_segment_info a, b;
+                akv_segment_info_init(&a);
+                akv_segment_info_init(&b);
+                CHECK_STATUS(akv_segment_get_info(made, &a, &diag), AKV_OK, "");
+                CHECK_STATUS(akv_segment_get_info(opened, &b, &diag), AKV_OK, "");
+                CHECK(memcmp(&a, &b, sizeof a) == 0);
+                akv_segment_release(opened);
+                opened = NULL;
+            }
+            akv_segment_release(made);
+        }
+    free(keys);
+    free(values);
+    free(positions);
+}
+
 int main(void)
 {
     test_opens();
@@ -300,5 +382,6 @@ int main(void)
     test_truncation();
     test_bit_flips();
     test_newer_minor();
+    test_library_segments();
     return check_report("segment_open");
 }
