@@ -15,6 +15,8 @@
  *   INDEX(side)   u8 (k <= 256) or u16 [H, S]  nearest anchor
  *   COEFF(side)   f16 [H, S]
  *   LEVELS(side)  u8 [H, ceil(S / 8)]          bit p & 7 of byte p >> 3: token p owns a residual
+ *   RANKS(side)   u64 [H * blocks + 1]         residuals before each block of AKV_BLOCK_TOKENS tokens (heads in order,
+ *                                              blocks = ceil(S / AKV_BLOCK_TOKENS)); the last entry is their number
  *   GAINS(side)   f16 [n]                      one scale per residual; heads in order, tokens ascending inside a head
  *   CODES(side)   u8 [n * code_bytes(dim)]     same order, grouped as below
  *   DENSE(side)   f32/f16/bf16 [H, S, dim]     dense segments only; keys post-RoPE
@@ -24,6 +26,11 @@
  * group of g residuals takes g * code_bytes(dim) bytes and stores its coordinates one after the other: coordinate i of
  * residual r is the 2-bit number at bit (i * g + r) * 2 of the group, least significant bits first; unused bits are 0.
  * So in a full group coordinate i is one little-endian 32-bit word and a SIMD lane is a token.
+ *
+ * A code c in 0..3 means gain * level[c]: Lloyd-Max -1.5104, -0.4528, 0.4528, 1.5104, or with AKV_FLAG_PLAIN_CODES
+ * -1, -1/3, 1/3, 1. The coded vector is Hd(sign * r) (r itself with AKV_FLAG_PLAIN_CODES), r being the key residual
+ * AFTER the rotary embedding, or the value residual. Signs come from akv_signs(seed, side); Hd is the orthonormal
+ * Walsh-Hadamard transform over the greedy power-of-two blocks of the dimension, largest first (112 = 64 + 32 + 16).
  */
 #ifndef AKV_LAYOUT_H
 #define AKV_LAYOUT_H
@@ -52,7 +59,8 @@ enum akv_section_id {
     AKV_SEC_GAINS = 11,
     AKV_SEC_CODES = 13,
     AKV_SEC_DENSE = 15,
-    AKV_SEC_COUNT = 17,
+    AKV_SEC_RANKS = 17,
+    AKV_SEC_COUNT = 19,
     AKV_SEC_ROOM = 22 /* entries in the header; the unused ones are 0 */
 };
 
