@@ -66,7 +66,7 @@ void cli_buffer_free(cli_buffer *buffer);
  */
 int cli_read_text(const char *path, cli_buffer *text);
 /* Several files, joined at line ends. */
-int cli_read_texts(char *const *paths, size_t num_paths, cli_buffer *text);
+int cli_read_texts(const char *const *paths, size_t num_paths, cli_buffer *text);
 
 /* Number of leading bytes that are valid UTF-8. */
 size_t cli_utf8_prefix(const char *text, size_t bytes);

@@ -146,7 +146,7 @@ int cli_read_text(const char *path, cli_buffer *text)
     return code != CLI_OK ? code : check_text(name, text, start);
 }
 
-int cli_read_texts(char *const *paths, size_t num_paths, cli_buffer *text)
+int cli_read_texts(const char *const *paths, size_t num_paths, cli_buffer *text)
 {
     bool stdin_used = false;
     for (size_t i = 0; i < num_paths; i++) {
