@@ -103,6 +103,7 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
         printf("per layer    %u anchors a head, %llu key and %llu value residuals for %llu tokens x heads\n",
                info->num_anchors, (unsigned long long)info->residuals_k, (unsigned long long)info->residuals_v,
                (unsigned long long)(shape->num_tokens * shape->num_kv_heads));
+    printf("one layer    %s\n", cli_bytes(info->bytes.total));
     cli_print_bytes_by_kind(stdout, &info->bytes);
     if (info->min_keep_ratio > 0.0)
         printf("smallest     keep ratio %.5f (%.1fx), %s\n", info->min_keep_ratio, 1.0 / info->min_keep_ratio,
