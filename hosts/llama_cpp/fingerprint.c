@@ -87,7 +87,8 @@ akv_status akvl_fingerprint(akv_llama *host, akv_diag *diag)
         return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the model's fingerprint");
     XXH3_128bits_reset(state);
     hash_metadata(state, host->model);
-    for (int32_t i = 0; i < llama_vocab_n_tokens(host->vocab); i++)
+    const bool has_texts = llama_vocab_type(host->vocab) != LLAMA_VOCAB_TYPE_NONE;
+    for (int32_t i = 0; has_texts && i < llama_vocab_n_tokens(host->vocab); i++)
         hash_text(state, llama_vocab_get_text(host->vocab, i));
     const akv_status status = hash_tensors(state, host->options.model_path, diag);
     if (status == AKV_OK) {

@@ -25,6 +25,8 @@ typedef struct token_list {
 static akv_status append(const akv_llama *host, token_list *list, const char *text, size_t bytes, bool add_special,
                          bool parse_special, akv_diag *diag)
 {
+    if (llama_vocab_type(host->vocab) == LLAMA_VOCAB_TYPE_NONE)
+        return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model file brings no tokenizer; only token ids can be used with it");
     if (bytes > INT32_MAX)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "the text has %zu bytes; libllama's tokenizer takes at most 2147483647", bytes);
     int32_t room = llama_tokenize(host->vocab, text, (int32_t)bytes, NULL, 0, add_special, parse_special);
@@ -70,6 +72,8 @@ akv_status akv_llama_token_text(const akv_llama *host, int32_t token, int specia
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host, text and bytes must not be NULL");
     if (token < 0 || (uint32_t)token >= host->info.vocab_tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %d does not exist; this model has %u", token, host->info.vocab_tokens);
+    if (llama_vocab_type(host->vocab) == LLAMA_VOCAB_TYPE_NONE)
+        return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model file brings no tokenizer; its tokens have no text");
     const int32_t room = capacity > INT32_MAX ? INT32_MAX : (int32_t)capacity;
     const int32_t got = llama_token_to_piece(host->vocab, token, text, room, 0, special != 0);
     if (got < 0)
