@@ -134,6 +134,7 @@ typedef struct cli_progress {
     int stage; /* -1 = none */
     double stage_start;
     double last_print;
+    uint64_t last_done;
 } cli_progress;
 
 void cli_progress_init(cli_progress *progress, bool quiet);

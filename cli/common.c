@@ -309,12 +309,13 @@ static void print_bar(cli_progress *p, const char *name, const char *unit, uint6
 void cli_progress_update(cli_progress *p, int stage, const char *name, const char *unit, uint64_t done, uint64_t total)
 {
     double now = cli_now();
-    if (p->quiet)
+    if (p->quiet || total == 0)
         return;
     if (p->stage != stage) {
         p->stage = stage;
         p->stage_start = now;
         p->last_print = p->terminal ? 0.0 : now;
+        p->last_done = 0;
     }
     bool last = done >= total;
     double seconds = now - p->stage_start;
@@ -323,13 +324,14 @@ void cli_progress_update(cli_progress *p, int stage, const char *name, const cha
             print_bar(p, name, unit, done, total, seconds);
             p->last_print = now;
         }
-    } else if ((last && unit != NULL) || now - p->last_print >= 10.0) {
+    } else if ((last && unit != NULL) || (now - p->last_print >= 10.0 && done != p->last_done)) {
         if (unit == NULL)
             cli_note("%s: %.0f %%", name, total == 0 ? 0.0 : 100.0 * (double)done / (double)total);
         else
             cli_note("%s: %llu of %llu %s, %.1f s", name, (unsigned long long)done, (unsigned long long)total, unit,
                      seconds);
         p->last_print = now;
+        p->last_done = done;
     }
     if (last)
         p->stage = -1;

@@ -44,6 +44,15 @@ static void add_bytes(akv_bytes *sum, const akv_bytes *bytes)
     }
 }
 
+/* What the layer's cache costs uncompressed; a segment that dropped tokens does not know how many there were. */
+static uint64_t layer_dense_bytes(const cli_report *r, const cli_layer_report *layer)
+{
+    const akv_segment_info *s = &layer->segment;
+    if (s->dense_reason != AKV_DENSE_EVICTED)
+        return s->dense_bytes;
+    return r->tokens * s->shape.num_kv_heads * ((uint64_t)s->shape.head_dim_k + s->shape.head_dim_v) * 2;
+}
+
 void cli_report_sum(cli_report *r)
 {
     memset(&r->bytes, 0, sizeof r->bytes);
@@ -54,7 +63,7 @@ void cli_report_sum(cli_report *r)
         if (!layer->hosted)
             continue;
         r->hosted_layers++;
-        r->dense_bytes += layer->segment.dense_bytes;
+        r->dense_bytes += layer_dense_bytes(r, layer);
         r->budget_bytes += layer->segment.budget_bytes;
         add_bytes(&r->bytes, &layer->segment.bytes);
     }
@@ -114,8 +123,10 @@ void cli_report_print(const cli_report *r)
         if (dense != 0)
             fprintf(stderr, " (%u of the hosted kept dense)", dense);
         fprintf(stderr, "\ndense cache  %s\n", cli_bytes(r->dense_bytes));
-        fprintf(stderr, "compressed   %s of a budget of %s: %.2fx smaller\n", cli_bytes(r->bytes.total),
-                cli_bytes(r->budget_bytes), ratio_of(r));
+        fprintf(stderr, "compressed   %s", cli_bytes(r->bytes.total));
+        if (r->budget_bytes != 0)
+            fprintf(stderr, " of a budget of %s", cli_bytes(r->budget_bytes));
+        fprintf(stderr, ": %.2fx smaller\n", ratio_of(r));
         cli_print_bytes_by_kind(stderr, &r->bytes);
         if (r->native_bytes != 0)
             fprintf(stderr, "native state %s (layers left to the engine, not counted above)\n",
@@ -160,8 +171,9 @@ static const char *dense_reason(akv_dense_reason reason)
     return names[(unsigned)reason <= AKV_DENSE_EVICTED ? reason : 0];
 }
 
-static cJSON *layer_json(uint32_t index, const cli_layer_report *layer)
+static cJSON *layer_json(const cli_report *r, uint32_t index)
 {
+    const cli_layer_report *layer = &r->layers[index];
     const akv_segment_info *s = &layer->segment;
     cJSON *object = cJSON_CreateObject();
     cJSON_AddNumberToObject(object, "layer", index);
@@ -180,7 +192,7 @@ static cJSON *layer_json(uint32_t index, const cli_layer_report *layer)
     cJSON_AddNumberToObject(object, "num_anchors", s->num_anchors);
     put_u64(object, "residuals_k", s->residuals_k);
     put_u64(object, "residuals_v", s->residuals_v);
-    put_u64(object, "dense_bytes", s->dense_bytes);
+    put_u64(object, "dense_bytes", layer_dense_bytes(r, layer));
     put_u64(object, "budget_bytes", s->budget_bytes);
     cJSON_AddItemToObject(object, "bytes", bytes_json(&s->bytes));
     cJSON_AddNumberToObject(object, "seconds", layer->seconds);
@@ -259,7 +271,7 @@ static cJSON *report_json(const cli_report *r)
     cJSON_AddNumberToObject(root, "native_layers", r->layers == NULL ? 0 : r->num_layers - r->hosted_layers);
     cJSON *layers = cJSON_AddArrayToObject(root, "layers");
     for (uint32_t i = 0; r->layers != NULL && i < r->num_layers; i++)
-        cJSON_AddItemToArray(layers, layer_json(i, &r->layers[i]));
+        cJSON_AddItemToArray(layers, layer_json(r, i));
     cJSON *answers = cJSON_AddArrayToObject(root, "answers");
     for (size_t i = 0; i < r->num_answers; i++)
         cJSON_AddItemToArray(answers, answer_json(&r->answers[i]));

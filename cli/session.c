@@ -104,6 +104,13 @@ int cli_session_read(cli_session *s, uint64_t room)
     return code;
 }
 
+/* Exact unless some layers use a sliding window. */
+static uint64_t estimate_dense_bytes(const cli_session *s)
+{
+    return s->num_tokens * s->model.num_layers * s->model.num_kv_heads *
+           ((uint64_t)s->model.head_dim_k + s->model.head_dim_v) * 2;
+}
+
 /* --budget is for all layers together: a keep ratio, once the size of the dense cache is known. */
 static int find_keep_ratio(cli_session *s, double *keep_ratio)
 {
@@ -116,10 +123,7 @@ static int find_keep_ratio(cli_session *s, double *keep_ratio)
     akv_status status = akv_llama_get_stats(s->host, &stats, &diag);
     if (status != AKV_OK)
         return fail(s, status, &diag, NULL);
-    uint64_t dense = stats.dense_cache_bytes;
-    if (dense == 0)
-        dense = s->num_tokens * s->model.num_layers * s->model.num_kv_heads *
-                ((uint64_t)s->model.head_dim_k + s->model.head_dim_v) * 2;
+    uint64_t dense = stats.dense_cache_bytes != 0 ? stats.dense_cache_bytes : estimate_dense_bytes(s);
     *keep_ratio = (double)s->settings->goal.budget_bytes / (double)dense;
     if (*keep_ratio > 1.0)
         *keep_ratio = 1.0;
@@ -279,7 +283,7 @@ int cli_session_report(const cli_session *s, cli_report *r)
             cli_report_sum(r);
             r->keep_ratio = r->dense_bytes != 0 ? (double)r->budget_bytes / (double)r->dense_bytes : 1.0;
         } else {
-            r->dense_bytes = stats.dense_cache_bytes;
+            r->dense_bytes = estimate_dense_bytes(s);
             r->keep_ratio = 1.0;
         }
         r->native_bytes = stats.native_bytes;
