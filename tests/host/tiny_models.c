@@ -32,7 +32,7 @@ static const tiny_model MODELS[] = {
      .recurrent_every = 2, .seed = 11},
     /* refused */
     {.name = "longrope", .architecture = "phi3", .layers = 2, .heads = 4, .kv_heads = 4, .head_dim = 64, .fused_qkv = 1,
-     .scaling = "longrope", .scaling_factor = 4.0f, .original_context = 512, .rope_factors = 2, .seed = 12},
+     .scaling = "longrope", .scaling_factor = 4.0f, .original_context = 1280, .rope_factors = 2, .seed = 12},
     {.name = "alibi", .architecture = "bloom", .layers = 2, .heads = 4, .kv_heads = 4, .head_dim = 64, .fused_qkv = 1, .seed = 13},
     {.name = "latent", .architecture = "deepseek2", .layers = 2, .heads = 4, .kv_heads = 1, .head_dim = 64, .seed = 14},
     {.name = "recurrent", .architecture = "mamba", .layers = 2, .heads = 0, .kv_heads = 0, .head_dim = 0, .seed = 15},
