@@ -91,6 +91,7 @@ static void learn_attention(akvl_graph *graph, const struct ggml_tensor *node)
         return;
     }
     if (root_number(v->view_src, "cache_v_l") != number) {
+        graph->problem.status = AKV_OK; /* such keys were already found odd; this says why */
         PROBLEM(graph, "layer %d keeps no values of its own (latent attention, MLA); such models are not supported", number);
         return;
     }

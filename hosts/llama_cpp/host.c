@@ -141,6 +141,23 @@ static akv_status check_options(const akv_llama_options *o, akv_diag *diag)
     return AKV_OK;
 }
 
+/*
+ * ggml's AMX buffers, where libllama was built with them: inside virtual machines that report AMX but do not let it be used, the
+ * first matrix product ends the process (SIGILL or SIGSEGV at ldtilecfg or tileloadd), and nothing can catch that.
+ */
+static bool has_amx_buffers(void)
+{
+    ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
+    ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : NULL;
+    ggml_backend_dev_get_extra_bufts_t get = NULL;
+    if (reg) /* through the pointer's bytes: ISO C has no cast from void * to a function */
+        *(void **)&get = ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
+    for (ggml_backend_buffer_type_t *one = get ? get(cpu) : NULL; one && *one; one++)
+        if (strcmp(ggml_backend_buft_name(*one), "AMX") == 0)
+            return true;
+    return false;
+}
+
 static akv_status load(akv_llama *host, akv_diag *diag)
 {
     const char *path = host->options.model_path;
@@ -155,6 +172,7 @@ static akv_status load(akv_llama *host, akv_diag *diag)
 
     struct llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = 0; /* attention is replaced in host memory */
+    params.use_extra_bufts = host->options.use_amx || !has_amx_buffers();
     if (host->options.progress) {
         params.progress_callback = on_load;
         params.progress_callback_user_data = host;
