@@ -143,6 +143,7 @@ void cli_progress_update(cli_progress *progress, int stage, const char *name, co
 void cli_progress_end(cli_progress *progress); /* wipes the bar */
 
 double cli_now(void); /* monotonic seconds */
+uint64_t cli_resident_bytes(void); /* of this process; 0 where the system does not say */
 
 /* ---------------------------------------------------------------------------------------------------------- report */
 
@@ -185,6 +186,7 @@ typedef struct cli_report {
     uint64_t file_bytes;    /* of a .akv file written or read */
     uint64_t rss_before;
     uint64_t rss_after;
+    uint64_t rss_end; /* now; 0 = not measured */
     uint32_t threads;
     double load_seconds;
     double prefill_seconds;

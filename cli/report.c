@@ -137,6 +137,8 @@ void cli_report_print(const cli_report *r)
     if (r->rss_before != 0 && r->rss_after != 0)
         fprintf(stderr, "memory       %s resident before the dense cache was freed, %s after\n",
                 cli_bytes(r->rss_before), cli_bytes(r->rss_after));
+    else if (r->rss_end != 0)
+        fprintf(stderr, "memory       %s resident\n", cli_bytes(r->rss_end));
     fprintf(stderr, "times        load %.2f s", r->load_seconds);
     if (r->document_tokens_evaluated != 0)
         fprintf(stderr, ", prefill %.2f s (%.1f tokens/s)", r->prefill_seconds,
@@ -259,6 +261,7 @@ static cJSON *report_json(const cli_report *r)
     cJSON_AddItemToObject(root, "bytes", bytes_json(&r->bytes));
     put_u64(root, "rss_before", r->rss_before);
     put_u64(root, "rss_after", r->rss_after);
+    put_u64(root, "rss_end", r->rss_end);
     cJSON_AddNumberToObject(root, "threads", r->threads);
     cJSON_AddNumberToObject(root, "load_seconds", r->load_seconds);
     cJSON_AddNumberToObject(root, "prefill_seconds", r->prefill_seconds);

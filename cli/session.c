@@ -141,6 +141,7 @@ static int compress(cli_session *s)
     int code = find_keep_ratio(s, &config.keep_ratio);
     if (code != CLI_OK)
         return code;
+    s->keep_ratio = s->settings->method == CLI_METHOD_EXACT ? 1.0 : config.keep_ratio;
     akv_status status = akv_llama_compress(s->host, methods[s->settings->method], &config, &s->store, &diag);
     if (status == AKV_OK)
         status = akv_llama_free_dense(s->host, &diag);
@@ -281,7 +282,7 @@ int cli_session_report(const cli_session *s, cli_report *r)
                 return cli_fail(CLI_NO_MEMORY, "no memory for the report");
             r->layers = layers;
             cli_report_sum(r);
-            r->keep_ratio = r->dense_bytes != 0 ? (double)r->budget_bytes / (double)r->dense_bytes : 1.0;
+            r->keep_ratio = s->keep_ratio;
         } else {
             r->dense_bytes = estimate_dense_bytes(s);
             r->keep_ratio = 1.0;
@@ -293,6 +294,7 @@ int cli_session_report(const cli_session *s, cli_report *r)
     r->document_tokens_evaluated = stats.prefill_tokens;
     r->rss_before = stats.rss_before;
     r->rss_after = stats.rss_after;
+    r->rss_end = cli_resident_bytes();
     r->threads = s->settings->threads;
     r->load_seconds = stats.load_seconds;
     r->prefill_seconds = stats.prefill_seconds;

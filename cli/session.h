@@ -34,6 +34,7 @@ typedef struct cli_session {
     int32_t *tokens;        /* of the document, NULL when it comes from a .akv file */
     uint64_t num_tokens;
     uint64_t document_bytes; /* of the texts */
+    double keep_ratio;       /* asked for, or derived from the budget; 1 when nothing is to be saved */
     const char *path;        /* of the .akv file, or NULL */
     cli_mapping mapping;     /* of a .akv file; outlives the store, whose segments lie in it */
     akv_document *document;
