@@ -46,8 +46,8 @@ divergence compare_logits(const float *reference, const float *other, size_t row
 
 void print_divergence(const char *name, const divergence *d)
 {
-    printf("%-52s mean KL %.3e  max KL %.3e  max |dlogit| %.4f  top-1 %zu/%zu\n", name, d->mean_kl, d->max_kl, d->max_abs,
-           d->same_top, d->rows);
+    printf("%-52s mean KL %.3e  max KL %.3e  max |dlogit| %.4f  top-1 %zu/%zu\n", name, d->mean_kl, d->max_kl,
+           d->max_abs, d->same_top, d->rows);
     fflush(stdout);
 }
 
@@ -84,8 +84,8 @@ static void stock_decode(struct llama_context *context, const int32_t *tokens, s
     llama_batch_free(batch);
 }
 
-float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document, const int32_t *rest,
-                 size_t num_rest, int single, uint32_t batch)
+float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document,
+                 const int32_t *rest, size_t num_rest, int single, uint32_t batch)
 {
     const size_t vocab = (size_t)llama_vocab_n_tokens(llama_model_get_vocab(model));
     struct llama_context_params params = llama_context_default_params();
@@ -127,7 +127,8 @@ float *hosted_run(akv_llama *host, const int32_t *rest, size_t num_rest, int sin
         const size_t n = single ? 1 : num_rest - done;
         CHECK_OK(akv_llama_decode(host, rest + done, n, AKV_LLAMA_LOGITS_ALL, diag));
         const float *logits = akv_llama_logits(host, 0);
-        CHECK(logits && akv_llama_logits(host, (int64_t)n - 1) && !akv_llama_logits(host, (int64_t)n), "rows of logits");
+        CHECK(logits && akv_llama_logits(host, (int64_t)n - 1) && !akv_llama_logits(host, (int64_t)n), "rows of "
+                                                                                                       "logits");
         memcpy(out + done * vocab, logits, n * vocab * sizeof *out);
         done += n;
     }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * identity.c - the control of the whole host on a real model: with every key and value kept exactly, the hosted logits must be
- * stock llama.cpp's, and without the replacement of attention they must not be.
+ * identity.c - the control of the whole host on a real model: with every key and value kept exactly, the hosted logits
+ * must be stock llama.cpp's, and without the replacement of attention they must not be.
  *
  * usage: identity MODEL.gguf TEXT
  */
@@ -12,7 +12,8 @@
 
 enum { DOCUMENT = 2000, SINGLE = 64, BATCH = 40, UBATCH = 512 };
 
-/* The same model, document and tokens in a context that never saw the document: what B computes when nothing is replaced. */
+/* The same model, document and tokens in a context that never saw the document: what B computes when nothing is
+ * replaced. */
 static float *unreplaced(struct llama_model *model, const int32_t *rest, size_t n, size_t position)
 {
     const size_t vocab = (size_t)llama_vocab_n_tokens(llama_model_get_vocab(model));
@@ -85,8 +86,8 @@ int main(int argc, char **argv)
 
     /* 1e-5 nats per token: the prefill with flash attention and the sums in another order move logits by hundredths */
     CHECK(single.mean_kl < 1e-5, "hosted attention is not stock attention: %g", single.mean_kl);
-    CHECK(batch.mean_kl < noise.mean_kl + 3e-4, "a batch is further from stock than stock's own noise: %g against %g", batch.mean_kl,
-          noise.mean_kl);
+    CHECK(batch.mean_kl < noise.mean_kl + 3e-4, "a batch is further from stock than stock's own noise: %g against %g",
+          batch.mean_kl, noise.mean_kl);
     CHECK(without.mean_kl > 0.1, "the control without replacement must fail: %g", without.mean_kl);
     free(stock);
     free(stock_batch);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * tiny.c - every kind of attention that the host supports, on tiny random models: hosted logits are stock llama.cpp's, moving
- * B's cells into segments changes nothing, rewinding forgets everything, and a store survives being taken apart.
+ * tiny.c - every kind of attention that the host supports, on tiny random models: hosted logits are stock llama.cpp's,
+ * moving B's cells into segments changes nothing, rewinding forgets everything, and a store survives being taken apart.
  *
  * usage: tiny NAME SCRATCH-FOLDER
  */
@@ -73,8 +73,9 @@ int main(int argc, char **argv)
     const divergence in_batch = compare_logits(stock, batch, SINGLE, TINY_VOCAB);
     print_divergence("hosted against stock, single tokens", &single);
     print_divergence("hosted against stock, one batch", &in_batch);
-    /* The host reads the document with flash attention, and layers it leaves alone go on with it: stock's own distance between on and
-     * off is the yardstick, twice because the two errors are not the same ones; 1e-6 where that distance vanishes. */
+    /* The host reads the document with flash attention, and layers it leaves alone go on with it: stock's own distance
+     * between on and off is the yardstick, twice because the two errors are not the same ones; 1e-6 where that distance
+     * vanishes. */
     const double allowed = 1e-6 + 2.0 * noise.mean_kl, allowed_batch = allowed + 2.0 * batch_noise.mean_kl;
     CHECK(single.mean_kl < allowed, "hosted: %g, stock's noise: %g", single.mean_kl, noise.mean_kl);
     CHECK(in_batch.mean_kl < allowed_batch, "hosted batch: %g", in_batch.mean_kl);
@@ -86,7 +87,8 @@ int main(int argc, char **argv)
     uint32_t hosted_layers = 0;
     for (uint32_t i = 0; i < stats.num_layers; i++)
         hosted_layers += stats.layers[i].kind == AKV_LLAMA_LAYER_HOSTED;
-    CHECK(hosted_layers == stats.hosted_layers && stats.hosted_layers + stats.native_layers == m->layers && hosted_layers > 0,
+    CHECK(hosted_layers == stats.hosted_layers && stats.hosted_layers + stats.native_layers == m->layers &&
+              hosted_layers > 0,
           "layer counts");
     CHECK((m->window || m->recurrent_every) == (stats.native_layers > 0), "%u native layers", stats.native_layers);
     CHECK((stats.native_bytes > 0) == (stats.native_layers > 0), "native state");
@@ -117,12 +119,16 @@ int main(int argc, char **argv)
     const divergence dense_twice = compare_logits(dense, dense_again, REST, TINY_VOCAB);
     print_divergence("densely against stock with flash attention", &dense_stock);
     print_divergence("densely, asked twice", &dense_twice);
-    /* The same operators on the same numbers; rewinding may place window cells in another order, which only moves rounding. */
-    CHECK(dense_stock.mean_kl < (m->window ? allowed : 1e-9), "the dense peer is not stock llama.cpp: %g", dense_stock.mean_kl);
-    CHECK(dense_twice.mean_kl < (m->window ? allowed : 1e-9), "densely, the second answer differs: %g", dense_twice.mean_kl);
+    /* The same operators on the same numbers; rewinding may place window cells in another order, which only moves
+     * rounding. */
+    CHECK(dense_stock.mean_kl < (m->window ? allowed : 1e-9), "the dense peer is not stock llama.cpp: %g",
+          dense_stock.mean_kl);
+    CHECK(dense_twice.mean_kl < (m->window ? allowed : 1e-9), "densely, the second answer differs: %g",
+          dense_twice.mean_kl);
     akv_llama_close(host);
 
-    float *all[] = {stock, stock_batch, stock_flash, alone, hosted, again, batch, moved, moved_batch, dense, dense_again};
+    float *all[] = {stock, stock_batch, stock_flash, alone, hosted,     again,
+                    batch, moved,       moved_batch, dense, dense_again};
     for (size_t i = 0; i < sizeof all / sizeof all[0]; i++)
         free(all[i]);
     free(tokens);
