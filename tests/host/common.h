@@ -64,6 +64,10 @@ struct llama_model *stock_load(const char *path);
 float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document,
                  const int32_t *rest, size_t num_rest, int single, uint32_t batch);
 
+/* The same without flash attention, one by one and in a batch, after reading the document once; full attention only. */
+void stock_run_both(struct llama_model *model, const int32_t *document, size_t num_document, const int32_t *rest,
+                    size_t num_single, size_t num_batch, uint32_t batch, float **single_out, float **batch_out);
+
 /* The hosted counterpart of the same run, on a host that is attached or prefilled; rewinds first. From malloc. */
 float *hosted_run(akv_llama *host, const int32_t *rest, size_t num_rest, int single);
 

@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-enum { DOCUMENT = 1200, REST = 24 };
+enum { DOCUMENT = 700, REST = 24 };
 
 static akv_llama *g_host;
 static size_t g_vocab;
