@@ -69,6 +69,7 @@ struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_ho
     params.abort_callback = on_abort;
     params.abort_callback_data = hook;
     hook->host = host;
+    akvl_forget_errors();
     return llama_init_from_model(host->model, params);
 }
 
@@ -108,6 +109,7 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     }
     hook->failure.status = AKV_OK;
     hook->cancelled = false;
+    akvl_forget_errors();
     const int32_t code = llama_decode(context, *batch);
     if (hook->failure.status != AKV_OK)
         return akvl_fail(diag, hook->failure.status, "%s", hook->failure.message);
@@ -116,8 +118,8 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     if (code == 1)
         return akvl_fail(diag, AKV_E_NO_SPACE, "libllama found no free cells for %zu tokens", num_tokens);
     if (code != 0)
-        return akvl_fail(diag, AKV_E_BAD_STATE, "libllama could not run %zu tokens at position %d (code %d)",
-                         num_tokens, position, code);
+        return akvl_fail(diag, AKV_E_BAD_STATE, "libllama could not run %zu tokens at position %d: %s",
+                         num_tokens, position, akvl_first_error());
     return AKV_OK;
 }
 
@@ -162,8 +164,8 @@ akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens,
     if (!context) {
         akvl_graph_free(graph);
         return akvl_fail(diag, AKV_E_UNSUPPORTED,
-                         "libllama cannot make a context of %u cells with flash attention for this model",
-                         akvl_tail_cells(host));
+                         "libllama cannot make a context of %u cells with flash attention for this model: %s",
+                         akvl_tail_cells(host), akvl_first_error());
     }
     const size_t few = num_tokens < 2 ? num_tokens : 2;
     status = akvl_run(host, context, &hook, tokens, few, 0, true, false, diag);

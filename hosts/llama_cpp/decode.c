@@ -232,7 +232,8 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
     host->tail_limit = host->options.tail_cells;
     host->tail = akvl_make_context(host, akvl_tail_cells(host), &host->tail_hook);
     if (!host->tail)
-        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells", akvl_tail_cells(host));
+        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells: %s",
+                           akvl_tail_cells(host), akvl_first_error());
     if (status == AKV_OK)
         status = running_create(host, diag);
     if (status == AKV_OK)

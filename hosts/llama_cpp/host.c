@@ -53,8 +53,19 @@ static struct {
     akv_llama_log_level level;
     akv_llama_log_fn log;
     void *opaque;
-    bool last_passed; /* what a continuation line inherits */
+    bool last_passed;      /* what a continuation line inherits */
+    char first_error[256]; /* since akvl_forget_errors, without its line end */
 } g_log;
+
+void akvl_forget_errors(void)
+{
+    g_log.first_error[0] = 0;
+}
+
+const char *akvl_first_error(void)
+{
+    return g_log.first_error[0] ? g_log.first_error : "it gives no reason";
+}
 
 static void on_log(enum ggml_log_level level, const char *text, void *user)
 {
@@ -66,6 +77,10 @@ static void on_log(enum ggml_log_level level, const char *text, void *user)
             [GGML_LOG_LEVEL_ERROR] = AKV_LLAMA_LOG_ERRORS,
         };
         g_log.last_passed = (size_t)level >= sizeof needed / sizeof needed[0] || needed[level] <= g_log.level;
+    }
+    if (level == GGML_LOG_LEVEL_ERROR && !g_log.first_error[0]) {
+        snprintf(g_log.first_error, sizeof g_log.first_error, "%s", text);
+        g_log.first_error[strcspn(g_log.first_error, "\r\n")] = 0;
     }
     if (g_log.last_passed && g_log.log && g_log.level != AKV_LLAMA_LOG_NONE)
         g_log.log(g_log.opaque, text);
@@ -182,13 +197,12 @@ static akv_status load(akv_llama *host, akv_diag *diag)
         params.progress_callback = on_load;
         params.progress_callback_user_data = host;
     }
+    akvl_forget_errors();
     host->model = llama_model_load_from_file(path, params);
     if (!host->model && host->dense_hook.cancelled)
         return akvl_fail(diag, AKV_E_CANCELLED, "loading \"%s\" was cancelled", path);
     if (!host->model)
-        return akvl_fail(diag, AKV_E_IO,
-                         "libllama %s cannot load \"%s\": damaged, of an unknown architecture, or larger than memory",
-                         llama_version(), path);
+        return akvl_fail(diag, AKV_E_IO, "libllama %s cannot load \"%s\": %s", llama_version(), path, akvl_first_error());
     host->vocab = llama_model_get_vocab(host->model);
     if (llama_model_is_recurrent(host->model))
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model is recurrent: it has no key/value cache to compress");

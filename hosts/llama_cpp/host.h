@@ -173,6 +173,9 @@ akv_status akvl_fail(akv_diag *diag, akv_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)))
 #endif
     ;
+/* The first error line that libllama logged since it was last told to forget; a sentence's tail, never NULL. */
+void akvl_forget_errors(void);
+const char *akvl_first_error(void);
 double akvl_seconds(void);
 uint64_t akvl_resident_bytes(void);
 /* Zeroed memory for n elements; NULL when that overflows or there is none. n == 0 gives one element. */

@@ -150,8 +150,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     if (must_host) /* cheap refusals before the large cache is allocated */
         status = akvl_graph_check(probe, 0, diag);
     if (status == AKV_OK && !(host->dense = akvl_make_context(host, (uint32_t)host->dense_cells, hook)))
-        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %llu cells for the dense cache",
-                           (unsigned long long)host->dense_cells);
+        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %llu cells for the dense cache: %s",
+                           (unsigned long long)host->dense_cells, akvl_first_error());
     if (status == AKV_OK) {
         host->dense_cells = llama_n_ctx(host->dense);
         host->stats.context_a_cells = host->dense_cells;

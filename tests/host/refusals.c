@@ -106,6 +106,10 @@ static void test_models(void)
     CHECK(file && fwrite("GGUF\3\0\0\0\377\377\377\377\377\377\377\177", 1, 16, file) == 16 && fclose(file) == 0, "writ"
                                                                                                                   "e");
     CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_IO, "cannot load");
+    tiny_model foreign = *tiny_model_find("llama");
+    foreign.architecture = "nonesuch";
+    tiny_model_write(&foreign, wrong);
+    CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_IO, "unknown model architecture: 'nonesuch'");
     remove(wrong);
 }
 
