@@ -35,9 +35,9 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
         return !ask;
     }
     const int layer = akvl_node_layer(hook->graph, node);
-    const bool wanted = layer >= 0 && (hook->mode == AKVL_CAPTURE
-                                           ? hook->host->is_hosted[layer] && !hook->taken[layer]
-                                           : hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED);
+    const bool wanted =
+        layer >= 0 && (hook->mode == AKVL_CAPTURE ? hook->host->is_hosted[layer] && !hook->taken[layer]
+                                                  : hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED);
     if (ask)
         return wanted;
     if (wanted && hook->failure.status == AKV_OK) {
@@ -69,6 +69,7 @@ struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_ho
     params.abort_callback = on_abort;
     params.abort_callback_data = hook;
     hook->host = host;
+    akvl_forget_errors();
     return llama_init_from_model(host->model, params);
 }
 
@@ -94,8 +95,8 @@ uint32_t akvl_dense_cells(const akv_llama *host, uint64_t tokens)
     return (uint32_t)(window && wanted <= window ? window + 256u : wanted);
 }
 
-akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *hook, const int32_t *tokens, size_t num_tokens,
-                    int32_t position, bool want_last, bool want_all, akv_diag *diag)
+akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *hook, const int32_t *tokens,
+                    size_t num_tokens, int32_t position, bool want_last, bool want_all, akv_diag *diag)
 {
     struct llama_batch *batch = &host->batch;
     batch->n_tokens = (int32_t)num_tokens;
@@ -108,6 +109,7 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     }
     hook->failure.status = AKV_OK;
     hook->cancelled = false;
+    akvl_forget_errors();
     const int32_t code = llama_decode(context, *batch);
     if (hook->failure.status != AKV_OK)
         return akvl_fail(diag, hook->failure.status, "%s", hook->failure.message);
@@ -116,16 +118,18 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     if (code == 1)
         return akvl_fail(diag, AKV_E_NO_SPACE, "libllama found no free cells for %zu tokens", num_tokens);
     if (code != 0)
-        return akvl_fail(diag, AKV_E_BAD_STATE, "libllama could not run %zu tokens at position %d (code %d)", num_tokens, position,
-                         code);
+        return akvl_fail(diag, AKV_E_BAD_STATE, "libllama could not run %zu tokens at position %d: %s",
+                         num_tokens, position, akvl_first_error());
     return AKV_OK;
 }
 
-akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row, akv_diag *diag)
+akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row,
+                            akv_diag *diag)
 {
     const size_t vocab = host->info.vocab_tokens, needed = first_row + num_rows;
     if (needed > host->logits_capacity) {
-        float *grown = needed <= SIZE_MAX / sizeof(float) / vocab ? realloc(host->logits, needed * vocab * sizeof(float)) : NULL;
+        float *grown =
+            needed <= SIZE_MAX / sizeof(float) / vocab ? realloc(host->logits, needed * vocab * sizeof(float)) : NULL;
         if (!grown)
             return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the logits of %zu tokens", needed);
         host->logits = grown;
@@ -159,8 +163,9 @@ akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens,
     struct llama_context *context = akvl_make_context(host, akvl_tail_cells(host), &hook);
     if (!context) {
         akvl_graph_free(graph);
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot make a context of %u cells with flash attention for this model",
-                         akvl_tail_cells(host));
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "libllama cannot make a context of %u cells with flash attention for this model: %s",
+                         akvl_tail_cells(host), akvl_first_error());
     }
     const size_t few = num_tokens < 2 ? num_tokens : 2;
     status = akvl_run(host, context, &hook, tokens, few, 0, true, false, diag);
@@ -175,7 +180,7 @@ akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens,
     return AKV_OK;
 }
 
-/* ----------------------------------------------------------------------------------- state of layers left to libllama */
+/* ---------------------------------------------------------------------------- state of layers left to libllama */
 
 akv_status akvl_save_native(struct llama_context *context, void **out, size_t *bytes, akv_diag *diag)
 {
@@ -186,7 +191,8 @@ akv_status akvl_save_native(struct llama_context *context, void **out, size_t *b
     const size_t got = llama_state_seq_get_data_ext(context, state, size, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
     if (size == 0 || got != size) {
         free(state);
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama could not save the state of the sliding-window or recurrent layers");
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "libllama could not save the state of the sliding-window or recurrent layers");
     }
     *out = state;
     *bytes = size;
@@ -196,6 +202,7 @@ akv_status akvl_save_native(struct llama_context *context, void **out, size_t *b
 akv_status akvl_load_native(struct llama_context *context, const void *state, size_t bytes, akv_diag *diag)
 {
     if (llama_state_seq_set_data_ext(context, state, bytes, 0, LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY) != bytes)
-        return akvl_fail(diag, AKV_E_CORRUPT, "libllama did not accept %zu bytes of sliding-window or recurrent state", bytes);
+        return akvl_fail(diag, AKV_E_CORRUPT, "libllama did not accept %zu bytes of sliding-window or recurrent state",
+                         bytes);
     return AKV_OK;
 }

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * decode.c - context B: attention over compressed segments and B's own cells in one softmax, the conversation's growth, and
- * the way back to "just after the document". Also decodes densely in context A.
+ * decode.c - context B: attention over compressed segments and B's own cells in one softmax, the conversation's growth,
+ * and the way back to "just after the document". Also decodes densely in context A.
  */
 #include "host.h"
 
 #include <string.h>
 
-/* --------------------------------------------------------------------------------------------------- running segments */
+/* -------------------------------------------------------------------------------------------- running segments */
 
 static void running_free(akv_llama *host)
 {
@@ -45,7 +45,8 @@ static akv_status running_create(akv_llama *host, akv_diag *diag)
         memcpy(r->lists[i], parts->segments + layer->first_segment, layer->num_segments * sizeof *r->lists[i]);
         r->counts[i] = r->borrowed[i] = layer->num_segments;
     }
-    return ok ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the segment lists of %u layers", host->num_layers);
+    return ok ? AKV_OK
+              : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the segment lists of %u layers", host->num_layers);
 }
 
 static void running_rewind(akv_llama *host)
@@ -70,7 +71,7 @@ static akv_status running_append(akvl_running *r, uint32_t i, akv_segment *segme
     return AKV_OK;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- attention */
+/* --------------------------------------------------------------------------------------------------- attention */
 
 /* Everything but the tensors' data pointers' contents: enough for the workspace size. */
 static void fill_params(const akv_llama *host, uint32_t number, uint32_t num_queries, uint64_t tail_tokens,
@@ -95,15 +96,17 @@ void akvl_replace(akvl_hook *hook, int number, struct ggml_tensor *node)
 {
     akv_llama *host = hook->host;
     const akvl_layer *layer = &host->tail_graph->layers[number];
-    const struct ggml_tensor *q = node->src[0], *k = node->src[1], *v = node->src[2], *mask = node->src[3], *sinks = node->src[4];
+    const struct ggml_tensor *q = node->src[0], *k = node->src[1], *v = node->src[2], *mask = node->src[3],
+                             *sinks = node->src[4];
     const uint64_t queries = (uint64_t)q->ne[1];
     /* cells are filled in order, so those behind the newest token are padding */
     const uint64_t visible = host->tail_used + queries;
     const int64_t half = (int64_t)sizeof(uint16_t), full = (int64_t)sizeof(float);
     if ((uint64_t)k->ne[1] < visible || (uint64_t)mask->ne[0] < visible || (uint64_t)mask->ne[1] < queries ||
-        k->type != GGML_TYPE_F16 || v->type != GGML_TYPE_F16 || k->view_src != layer->k_root || v->view_src != layer->v_root) {
-        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED, "layer %d: libllama placed %llu cells where %llu were expected", number,
-                  (unsigned long long)k->ne[1], (unsigned long long)visible);
+        k->type != GGML_TYPE_F16 || v->type != GGML_TYPE_F16 || k->view_src != layer->k_root ||
+        v->view_src != layer->v_root) {
+        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED, "layer %d: libllama placed %llu cells where %llu were expected",
+                  number, (unsigned long long)k->ne[1], (unsigned long long)visible);
         return;
     }
     akv_attend_params p;
@@ -151,7 +154,7 @@ static akv_status reserve_workspace(akv_llama *host, uint32_t num_queries, akv_d
     return AKV_OK;
 }
 
-/* ------------------------------------------------------------------------------------------------------ attach, rewind */
+/* ----------------------------------------------------------------------------------------------- attach, rewind */
 
 void akvl_drop_tail(akv_llama *host)
 {
@@ -168,7 +171,8 @@ void akvl_drop_tail(akv_llama *host)
 }
 
 /* B's empty memory right behind `position` - 1, with the state of the layers that libllama keeps. */
-static akv_status reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position, akv_diag *diag)
+static akv_status reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position,
+                             akv_diag *diag)
 {
     llama_memory_clear(llama_get_memory(host->tail), false);
     host->tail_used = 0;
@@ -202,7 +206,8 @@ static akv_status learn_tail(akv_llama *host, akv_diag *diag)
         const akv_llama_layer *layer = &parts->layers[i];
         const akvl_layer *mine = &host->tail_graph->layers[i];
         if (mine->seen != (layer->kind != AKV_LLAMA_LAYER_NO_CACHE)) {
-            status = akvl_fail(diag, AKV_E_MISMATCH, "layer %u %s a cache in this model, other than in the compressed document", i,
+            status = akvl_fail(diag, AKV_E_MISMATCH,
+                               "layer %u %s a cache in this model, other than in the compressed document", i,
                                mine->seen ? "has" : "has not");
         } else if (layer->kind == AKV_LLAMA_LAYER_HOSTED) {
             akv_llama_layer signature;
@@ -227,7 +232,8 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
     host->tail_limit = host->options.tail_cells;
     host->tail = akvl_make_context(host, akvl_tail_cells(host), &host->tail_hook);
     if (!host->tail)
-        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells", akvl_tail_cells(host));
+        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells: %s",
+                           akvl_tail_cells(host), akvl_first_error());
     if (status == AKV_OK)
         status = running_create(host, diag);
     if (status == AKV_OK)
@@ -235,8 +241,8 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
     if (status == AKV_OK)
         status = rewind_tail(host, diag);
     if (status == AKV_OK)
-        status = reserve_workspace(host, host->options.batch_tokens < host->tail_limit ? host->options.batch_tokens
-                                                                                      : host->tail_limit, diag);
+        status = reserve_workspace(
+            host, host->options.batch_tokens < host->tail_limit ? host->options.batch_tokens : host->tail_limit, diag);
     if (status != AKV_OK) {
         akvl_drop_tail(host);
         return status;
@@ -261,7 +267,8 @@ static akv_status rewind_dense(akv_llama *host, akv_diag *diag)
     if (host->dense_state) /* first: recurrent state cannot be cut off, only replaced */
         status = akvl_load_native(host->dense, host->dense_state, host->dense_state_bytes, diag);
     if (status == AKV_OK && !llama_memory_seq_rm(llama_get_memory(host->dense), 0, (llama_pos)host->num_tokens, -1))
-        status = akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot forget the tokens after the document in this model");
+        status =
+            akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot forget the tokens after the document in this model");
     if (status == AKV_OK)
         host->dense_position = host->num_tokens;
     return status;
@@ -270,7 +277,8 @@ static akv_status rewind_dense(akv_llama *host, akv_diag *diag)
 akv_status akv_llama_rewind(akv_llama *host, akv_diag *diag)
 {
     if (!host || (!host->tail && !host->dense))
-        return akvl_fail(diag, AKV_E_BAD_STATE, "there is no document; run akv_llama_prefill or akv_llama_attach first");
+        return akvl_fail(diag, AKV_E_BAD_STATE,
+                         "there is no document; run akv_llama_prefill or akv_llama_attach first");
     host->logits_rows = 0;
     return host->tail ? rewind_tail(host, diag) : rewind_dense(host, diag);
 }
@@ -282,7 +290,7 @@ int32_t akv_llama_next_position(const akv_llama *host)
     return host->tail ? host->tail_position : (int32_t)host->dense_position;
 }
 
-/* -------------------------------------------------------------------------------------------------------------- decode */
+/* ------------------------------------------------------------------------------------------------------- decode */
 
 /* B's cells -> one dense segment per hosted layer; B is empty afterwards and goes on at the same position. */
 static akv_status move_tail(akv_llama *host, akv_diag *diag)
@@ -320,11 +328,12 @@ static akv_status move_tail(akv_llama *host, akv_diag *diag)
 }
 
 /* *n may shrink to what fits; logits of the last token are computed when it ends the call (left == *n). */
-static akv_status decode_step(akv_llama *host, const int32_t *tokens, size_t *n, size_t left, bool want_all, akv_diag *diag)
+static akv_status decode_step(akv_llama *host, const int32_t *tokens, size_t *n, size_t left, bool want_all,
+                              akv_diag *diag)
 {
     if (!host->tail) {
-        const akv_status status = akvl_run(host, host->dense, &host->dense_hook, tokens, *n, (int32_t)host->dense_position,
-                                           *n == left, want_all, diag);
+        const akv_status status = akvl_run(host, host->dense, &host->dense_hook, tokens, *n,
+                                           (int32_t)host->dense_position, *n == left, want_all, diag);
         if (status == AKV_OK)
             host->dense_position += *n;
         return status;
@@ -335,7 +344,8 @@ static akv_status decode_step(akv_llama *host, const int32_t *tokens, size_t *n,
     if (status == AKV_OK)
         status = reserve_workspace(host, (uint32_t)*n, diag);
     if (status == AKV_OK)
-        status = akvl_run(host, host->tail, &host->tail_hook, tokens, *n, host->tail_position, *n == left, want_all, diag);
+        status =
+            akvl_run(host, host->tail, &host->tail_hook, tokens, *n, host->tail_position, *n == left, want_all, diag);
     if (status == AKV_OK) {
         host->tail_used += (uint32_t)*n;
         host->tail_position += (int32_t)*n;
@@ -346,20 +356,24 @@ static akv_status decode_step(akv_llama *host, const int32_t *tokens, size_t *n,
 static akv_status check_decode(const akv_llama *host, const int32_t *tokens, size_t num_tokens, akv_diag *diag)
 {
     if (!host || !tokens || num_tokens == 0)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and tokens must not be NULL, and at least one token be given");
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "host and tokens must not be NULL, and at least one token be given");
     if (!host->tail && !host->dense)
-        return akvl_fail(diag, AKV_E_BAD_STATE, "there is no document; run akv_llama_prefill or akv_llama_attach first");
+        return akvl_fail(diag, AKV_E_BAD_STATE,
+                         "there is no document; run akv_llama_prefill or akv_llama_attach first");
     for (size_t i = 0; i < num_tokens; i++)
         if (tokens[i] < 0 || (uint32_t)tokens[i] >= host->info.vocab_tokens)
-            return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %zu is %d; this model has tokens 0 to %u", i, tokens[i],
-                             host->info.vocab_tokens - 1);
+            return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %zu is %d; this model has tokens 0 to %u", i,
+                             tokens[i], host->info.vocab_tokens - 1);
     const uint64_t position = host->tail ? (uint64_t)host->tail_position : host->dense_position;
     if (num_tokens > host->info.train_context || position > host->info.train_context - num_tokens)
-        return akvl_fail(diag, AKV_E_NO_SPACE, "%zu more tokens after %llu exceed this model's context of %u", num_tokens,
-                         (unsigned long long)position, host->info.train_context);
+        return akvl_fail(diag, AKV_E_NO_SPACE, "%zu more tokens after %llu exceed this model's context of %u",
+                         num_tokens, (unsigned long long)position, host->info.train_context);
     if (!host->tail && (num_tokens > host->dense_cells || position > host->dense_cells - num_tokens))
-        return akvl_fail(diag, AKV_E_NO_SPACE, "%zu more tokens after %llu exceed the %llu cells of the dense cache; prefill with more"
-                         " reserve_cells", num_tokens, (unsigned long long)position, (unsigned long long)host->dense_cells);
+        return akvl_fail(diag, AKV_E_NO_SPACE,
+                         "%zu more tokens after %llu exceed the %llu cells of the dense cache; prefill with more"
+                         " reserve_cells",
+                         num_tokens, (unsigned long long)position, (unsigned long long)host->dense_cells);
     return AKV_OK;
 }
 

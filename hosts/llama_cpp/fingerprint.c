@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * fingerprint.c - which model is this? Cheap (a few hundred kilobytes are read, whatever the model's size), yet any other
- * weights, tokenizer, shape or rotary setting gives another answer: a compressed cache only makes sense to its own model.
+ * fingerprint.c - which model is this? Cheap (a few hundred kilobytes are read, whatever the model's size), yet any
+ * other weights, tokenizer, shape or rotary setting gives another answer: a compressed cache only makes sense to its
+ * own model.
  */
 #include "host.h"
 
@@ -133,10 +134,13 @@ akv_status akv_llama_check_fingerprint(const akv_llama *host, const akv_llama_fi
     };
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++)
         if (fields[i].mine != fields[i].made)
-            return akvl_fail(diag, AKV_E_MISMATCH, "made with another model (%s): its %s is %lld, this model's (%s) is %lld", theirs,
+            return akvl_fail(diag, AKV_E_MISMATCH,
+                             "made with another model (%s): its %s is %lld, this model's (%s) is %lld", theirs,
                              fields[i].name, (long long)fields[i].made, mine->description, (long long)fields[i].mine);
     if (mine->hash[0] != made->hash[0] || mine->hash[1] != made->hash[1])
-        return akvl_fail(diag, AKV_E_MISMATCH, "made with another model (%s): same shape, but its weights, tokenizer or metadata differ"
-                         " from this model's (%s)", theirs, mine->description);
+        return akvl_fail(diag, AKV_E_MISMATCH,
+                         "made with another model (%s): same shape, but its weights, tokenizer or metadata differ"
+                         " from this model's (%s)",
+                         theirs, mine->description);
     return AKV_OK;
 }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * graph.c - what a model does in attention, read off the nodes of its compute graph: which caches there are, their shapes,
- * the softmax, and the rotation of the keys. Decides what can be hosted; never looks at a model's name.
+ * graph.c - what a model does in attention, read off the nodes of its compute graph: which caches there are, their
+ * shapes, the softmax, and the rotation of the keys. Decides what can be hosted; never looks at a model's name.
  */
 #include "host.h"
 
@@ -86,18 +86,21 @@ static void learn_attention(akvl_graph *graph, const struct ggml_tensor *node)
     graph->num_nodes++;
     const int number = root_number(k->view_src, "cache_k_l");
     if (number < 0 || (uint32_t)number >= graph->num_layers) {
-        PROBLEM(graph, "attention node \"%s\" does not read its keys from a key/value cache, so there is nothing to compress",
+        PROBLEM(graph,
+                "attention node \"%s\" does not read its keys from a key/value cache, so there is nothing to compress",
                 node->name);
         return;
     }
     if (root_number(v->view_src, "cache_v_l") != number) {
         graph->problem.status = AKV_OK; /* such keys were already found odd; this says why */
-        PROBLEM(graph, "layer %d keeps no values of its own (latent attention, MLA); such models are not supported", number);
+        PROBLEM(graph, "layer %d keeps no values of its own (latent attention, MLA); such models are not supported",
+                number);
         return;
     }
     struct ggml_tensor *k_root = k->view_src, *v_root = v->view_src;
     if (op_float(node, 1) != 0.0f) {
-        PROBLEM(graph, "layer %d adds an ALiBi bias to its logits; only rotary and position-free models are supported", number);
+        PROBLEM(graph, "layer %d adds an ALiBi bias to its logits; only rotary and position-free models are supported",
+                number);
         return;
     }
     if (k_root->type != GGML_TYPE_F16 || v_root->type != GGML_TYPE_F16) {
@@ -106,21 +109,27 @@ static void learn_attention(akvl_graph *graph, const struct ggml_tensor *node)
         return;
     }
     if (!is_host(k_root) || !is_host(v_root) || !is_host(node)) {
-        PROBLEM(graph, "the cache of layer %d is not in the computer's own memory; keep the model's attention on the CPU", number);
+        PROBLEM(graph,
+                "the cache of layer %d is not in the computer's own memory; keep the model's attention on the CPU",
+                number);
         return;
     }
     if (!mask || mask->type != GGML_TYPE_F16 || q->type != GGML_TYPE_F32 || node->type != GGML_TYPE_F32 ||
         k->data != k_root->data || v->data != v_root->data || k->nb[0] != sizeof(uint16_t) ||
         v->nb[0] != sizeof(uint16_t) || q->nb[0] != sizeof(float) || q->ne[3] != 1 || k->ne[3] != 1 || v->ne[3] != 1) {
-        PROBLEM(graph, "layer %d lays out its attention in a way this host does not know; this libllama is too new or too old",
+        PROBLEM(graph,
+                "layer %d lays out its attention in a way this host does not know; this libllama is too new or too old",
                 number);
         return;
     }
     const int64_t heads = q->ne[2], kv_heads = k->ne[2];
     if (kv_heads < 1 || heads % kv_heads != 0 || v->ne[2] != kv_heads || k->ne[0] * kv_heads != k_root->ne[0] ||
         v->ne[0] * kv_heads != v_root->ne[0] || k->ne[0] != q->ne[0]) {
-        PROBLEM(graph, "layer %d has %lld query heads of %lld dimensions over %lld key and %lld value heads, which is not grouped"
-                " attention", number, (long long)heads, (long long)q->ne[0], (long long)kv_heads, (long long)v->ne[2]);
+        PROBLEM(graph,
+                "layer %d has %lld query heads of %lld dimensions over %lld key and %lld value heads, which is not "
+                "grouped"
+                " attention",
+                number, (long long)heads, (long long)q->ne[0], (long long)kv_heads, (long long)v->ne[2]);
         return;
     }
     if (k->ne[0] % 2 != 0 || v->ne[0] % 2 != 0 || k->ne[0] > 1024 || v->ne[0] > 1024) {
@@ -211,13 +220,22 @@ static void learn_rope(akvl_graph *graph, const struct ggml_tensor *store)
         return;
     }
     akvl_rope_params p = {
-        .n_dims = op_int(rope, 1), .mode = op_int(rope, 2), .n_ctx_orig = op_int(rope, 4),
-        .freq_base = op_float(rope, 5), .freq_scale = op_float(rope, 6), .ext_factor = op_float(rope, 7),
-        .attn_factor = op_float(rope, 8), .beta_fast = op_float(rope, 9), .beta_slow = op_float(rope, 10),
+        .n_dims = op_int(rope, 1),
+        .mode = op_int(rope, 2),
+        .n_ctx_orig = op_int(rope, 4),
+        .freq_base = op_float(rope, 5),
+        .freq_scale = op_float(rope, 6),
+        .ext_factor = op_float(rope, 7),
+        .attn_factor = op_float(rope, 8),
+        .beta_fast = op_float(rope, 9),
+        .beta_slow = op_float(rope, 10),
     };
     if (p.mode != GGML_ROPE_TYPE_NORMAL && p.mode != GGML_ROPE_TYPE_NEOX) {
-        PROBLEM(graph, "layer %d rotates its keys by several positions at once (M-RoPE, mode %d); only one position per token is"
-                " supported", number, (int)p.mode);
+        PROBLEM(graph,
+                "layer %d rotates its keys by several positions at once (M-RoPE, mode %d); only one position per token "
+                "is"
+                " supported",
+                number, (int)p.mode);
         return;
     }
     if (op_int(rope, 15) != 0 || p.n_dims < 2 || p.n_dims % 2 != 0 || p.n_dims > rope->ne[0]) {
@@ -263,12 +281,14 @@ akv_status akvl_graph_check(const akvl_graph *graph, int64_t full_cells, akv_dia
     if (graph->problem.status != AKV_OK)
         return akvl_fail(diag, graph->problem.status, "%s", graph->problem.message);
     if (graph->num_nodes == 0)
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model's graph has no flash-attention node, so its attention cannot be"
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "this model's graph has no flash-attention node, so its attention cannot be"
                          " replaced");
     for (uint32_t i = 0; i < graph->num_layers; i++)
         if (graph->layers[i].seen && graph->layers[i].cells >= full_cells)
             return AKV_OK;
-    return akvl_fail(diag, AKV_E_UNSUPPORTED, "every attention layer of this model has a sliding window, so its cache does not grow"
+    return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                     "every attention layer of this model has a sliding window, so its cache does not grow"
                      " with the document and there is nothing to compress");
 }
 
@@ -293,8 +313,10 @@ static const char *difference(const akv_llama_layer *a, const akv_llama_layer *b
 akv_status akvl_signature_compare(const akv_llama_layer *a, const akv_llama_layer *b, uint32_t layer, akv_diag *diag)
 {
     const char *what = difference(a, b);
-    return what ? akvl_fail(diag, AKV_E_MISMATCH, "layer %u: the %s differs between the context that read the document and the"
-                            " one that answers", layer, what)
+    return what ? akvl_fail(diag, AKV_E_MISMATCH,
+                            "layer %u: the %s differs between the context that read the document and the"
+                            " one that answers",
+                            layer, what)
                 : AKV_OK;
 }
 
@@ -308,8 +330,10 @@ akv_status akvl_graph_compare(const akvl_graph *a, const akvl_graph *b, const bo
         akvl_layer_signature(&b->layers[i], &right);
         const char *what = difference(&left, &right);
         if (what)
-            return akvl_fail(diag, AKV_E_UNSUPPORTED, "layer %u: the %s depends on the size of the context (as LongRoPE does), so a"
-                             " small context cannot go on from a large one's cache", i, what);
+            return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                             "layer %u: the %s depends on the size of the context (as LongRoPE does), so a"
+                             " small context cannot go on from a large one's cache",
+                             i, what);
     }
     return AKV_OK;
 }

@@ -46,32 +46,47 @@ void *akvl_new(size_t n, size_t element_bytes)
     return calloc(n ? n : 1, element_bytes);
 }
 
-/* ------------------------------------------------------------------------------------------------------ libllama's log */
+/* ----------------------------------------------------------------------------------------------- libllama's log */
 
 /* libllama has one log hook per process; the latest opened host owns it. */
 static struct {
     akv_llama_log_level level;
     akv_llama_log_fn log;
     void *opaque;
-    bool last_passed; /* what a continuation line inherits */
+    bool last_passed;      /* what a continuation line inherits */
+    char first_error[256]; /* since akvl_forget_errors, without its line end */
 } g_log;
+
+void akvl_forget_errors(void)
+{
+    g_log.first_error[0] = 0;
+}
+
+const char *akvl_first_error(void)
+{
+    return g_log.first_error[0] ? g_log.first_error : "it gives no reason";
+}
 
 static void on_log(enum ggml_log_level level, const char *text, void *user)
 {
     (void)user;
     if (level != GGML_LOG_LEVEL_CONT) {
         static const akv_llama_log_level needed[] = {
-            [GGML_LOG_LEVEL_NONE] = AKV_LLAMA_LOG_INFO,  [GGML_LOG_LEVEL_DEBUG] = AKV_LLAMA_LOG_DEBUG,
-            [GGML_LOG_LEVEL_INFO] = AKV_LLAMA_LOG_INFO,  [GGML_LOG_LEVEL_WARN] = AKV_LLAMA_LOG_WARNINGS,
+            [GGML_LOG_LEVEL_NONE] = AKV_LLAMA_LOG_INFO,    [GGML_LOG_LEVEL_DEBUG] = AKV_LLAMA_LOG_DEBUG,
+            [GGML_LOG_LEVEL_INFO] = AKV_LLAMA_LOG_INFO,    [GGML_LOG_LEVEL_WARN] = AKV_LLAMA_LOG_WARNINGS,
             [GGML_LOG_LEVEL_ERROR] = AKV_LLAMA_LOG_ERRORS,
         };
         g_log.last_passed = (size_t)level >= sizeof needed / sizeof needed[0] || needed[level] <= g_log.level;
+    }
+    if (level == GGML_LOG_LEVEL_ERROR && !g_log.first_error[0]) {
+        snprintf(g_log.first_error, sizeof g_log.first_error, "%s", text);
+        g_log.first_error[strcspn(g_log.first_error, "\r\n")] = 0;
     }
     if (g_log.last_passed && g_log.log && g_log.level != AKV_LLAMA_LOG_NONE)
         g_log.log(g_log.opaque, text);
 }
 
-/* --------------------------------------------------------------------------------------------------------- open, close */
+/* -------------------------------------------------------------------------------------------------- open, close */
 
 void akv_llama_options_init(akv_llama_options *options)
 {
@@ -96,7 +111,8 @@ static uint32_t meta_number(const akv_llama *host, const char *suffix, uint32_t 
 {
     char key[160], value[64];
     snprintf(key, sizeof key, "%s.%s", host->info.architecture, suffix);
-    return llama_model_meta_val_str(host->model, key, value, sizeof value) > 0 ? (uint32_t)strtoul(value, NULL, 10) : otherwise;
+    return llama_model_meta_val_str(host->model, key, value, sizeof value) > 0 ? (uint32_t)strtoul(value, NULL, 10)
+                                                                               : otherwise;
 }
 
 static void describe(akv_llama *host)
@@ -132,18 +148,22 @@ static akv_status check_options(const akv_llama_options *o, akv_diag *diag)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "observation_queries is %u; 1 to 1024 is possible, 32 is usual",
                          o->observation_queries);
     if (o->batch_tokens < 64 || o->batch_tokens < o->observation_queries || o->batch_tokens > 65536)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "batch_tokens is %u; at least 64 and at least observation_queries (%u), at"
-                         " most 65536", o->batch_tokens, o->observation_queries);
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "batch_tokens is %u; at least 64 and at least observation_queries (%u), at"
+                         " most 65536",
+                         o->batch_tokens, o->observation_queries);
     if (o->tail_cells < 1 || o->tail_cells > (1u << 24))
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "tail_cells is %u; 1 to 16777216 is possible, 1024 is usual", o->tail_cells);
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "tail_cells is %u; 1 to 16777216 is possible, 1024 is usual",
+                         o->tail_cells);
     if (o->num_threads > 4096)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "num_threads is %u; at most 4096", o->num_threads);
     return AKV_OK;
 }
 
 /*
- * ggml's AMX buffers, where libllama was built with them: inside virtual machines that report AMX but do not let it be used, the
- * first matrix product ends the process (SIGILL or SIGSEGV at ldtilecfg or tileloadd), and nothing can catch that.
+ * ggml's AMX buffers, where libllama was built with them: inside virtual machines that report AMX but do not let it be
+ * used, the first matrix product ends the process (SIGILL or SIGSEGV at ldtilecfg or tileloadd), and nothing can catch
+ * that.
  */
 static bool has_amx_buffers(void)
 {
@@ -177,17 +197,19 @@ static akv_status load(akv_llama *host, akv_diag *diag)
         params.progress_callback = on_load;
         params.progress_callback_user_data = host;
     }
+    akvl_forget_errors();
     host->model = llama_model_load_from_file(path, params);
     if (!host->model && host->dense_hook.cancelled)
         return akvl_fail(diag, AKV_E_CANCELLED, "loading \"%s\" was cancelled", path);
     if (!host->model)
-        return akvl_fail(diag, AKV_E_IO, "libllama %s cannot load \"%s\": damaged, of an unknown architecture, or larger than memory",
-                         llama_version(), path);
+        return akvl_fail(diag, AKV_E_IO, "libllama %s cannot load \"%s\": %s", llama_version(), path, akvl_first_error());
     host->vocab = llama_model_get_vocab(host->model);
     if (llama_model_is_recurrent(host->model))
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model is recurrent: it has no key/value cache to compress");
-    if (llama_model_has_encoder(host->model) || !llama_model_has_decoder(host->model) || llama_model_is_diffusion(host->model))
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "only models that predict the next token can be hosted; this one has an encoder or"
+    if (llama_model_has_encoder(host->model) || !llama_model_has_decoder(host->model) ||
+        llama_model_is_diffusion(host->model))
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "only models that predict the next token can be hosted; this one has an encoder or"
                          " is a diffusion model");
     if (llama_vocab_n_tokens(host->vocab) < 1 || llama_model_n_layer(host->model) < 1)
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model has no vocabulary or no layers");
@@ -265,12 +287,13 @@ void akv_llama_model_info_init(akv_llama_model_info *info)
 akv_status akv_llama_get_model_info(const akv_llama *host, akv_llama_model_info *out, akv_diag *diag)
 {
     if (!host || !out || out->struct_size != sizeof *out)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host is NULL, or out was not filled by akv_llama_model_info_init");
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "host is NULL, or out was not filled by akv_llama_model_info_init");
     *out = host->info;
     return AKV_OK;
 }
 
-/* --------------------------------------------------------------------------------------------------------------- stats */
+/* -------------------------------------------------------------------------------------------------------- stats */
 
 void akv_llama_stats_init(akv_llama_stats *stats)
 {
@@ -305,7 +328,8 @@ void akvl_note_store(akv_llama *host, const akv_llama_store *store)
         }
         stats->hosted_layers++;
         akv_segment_get_info(parts->segments[layer->first_segment], &one->segment, NULL);
-        stats->dense_cache_bytes += parts->num_tokens * layer->num_kv_heads * 2u * ((uint64_t)layer->head_dim_k + layer->head_dim_v);
+        stats->dense_cache_bytes +=
+            parts->num_tokens * layer->num_kv_heads * 2u * ((uint64_t)layer->head_dim_k + layer->head_dim_v);
         for (uint32_t s = 0; s < layer->num_segments; s++) {
             akv_segment_info info;
             akv_segment_info_init(&info);

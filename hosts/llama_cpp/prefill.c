@@ -31,7 +31,7 @@ void akvl_drop_dense(akv_llama *host)
         host->logits_rows = 0;
 }
 
-/* ------------------------------------------------------------------------------------------------ observation queries */
+/* ----------------------------------------------------------------------------------------- observation queries */
 
 /* Half-precision zero of either sign. */
 static bool is_visible(uint16_t half)
@@ -48,8 +48,9 @@ void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
     hook->taken[number] = true;
     if ((size_t)q->ne[1] < rows || (size_t)q->ne[2] != heads || (size_t)q->ne[0] != dim ||
         (uint64_t)mask->ne[0] < hook->visible) {
-        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED, "layer %d ran %lld queries in the last batch; at least %zu are needed", number,
-                  (long long)q->ne[1], rows);
+        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED,
+                  "layer %d ran %lld queries in the last batch; at least %zu are needed", number, (long long)q->ne[1],
+                  rows);
         return;
     }
     /* cells must hold positions in order and all be visible: otherwise the layer attends to less than it seems to */
@@ -80,21 +81,21 @@ static akv_status prepare_capture(akv_llama *host, akv_diag *diag)
         const akvl_layer *layer = &host->dense_graph->layers[i];
         if (!host->is_hosted[i])
             continue;
-        hook->queries[i] = akvl_new((size_t)layer->num_kv_heads * layer->gqa_group * hook->num_queries * layer->head_dim_k,
-                                    sizeof(float));
+        hook->queries[i] = akvl_new(
+            (size_t)layer->num_kv_heads * layer->gqa_group * hook->num_queries * layer->head_dim_k, sizeof(float));
         ok = hook->queries[i] != NULL;
     }
     return ok ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the observation queries");
 }
 
-/* -------------------------------------------------------------------------------------------------------------- prefill */
+/* ------------------------------------------------------------------------------------------------------- prefill */
 
 static akv_status check_tokens(const akv_llama *host, const int32_t *tokens, size_t n, akv_diag *diag)
 {
     for (size_t i = 0; i < n; i++)
         if (tokens[i] < 0 || (uint32_t)tokens[i] >= host->info.vocab_tokens)
-            return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %zu is %d; this model has tokens 0 to %u", i, tokens[i],
-                             host->info.vocab_tokens - 1);
+            return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %zu is %d; this model has tokens 0 to %u", i,
+                             tokens[i], host->info.vocab_tokens - 1);
     return AKV_OK;
 }
 
@@ -113,7 +114,8 @@ static void mark_hosted(akv_llama *host)
     }
 }
 
-/* Everything that can be known before the long run. Refusals go to host->not_hostable when decoding densely remains possible. */
+/* Everything that can be known before the long run. Refusals go to host->not_hostable when decoding densely remains
+ * possible. */
 static akv_status examine(akv_llama *host, const akvl_graph *probe, bool must_host, akv_diag *diag)
 {
     akv_diag why = {.status = AKV_OK};
@@ -148,8 +150,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     if (must_host) /* cheap refusals before the large cache is allocated */
         status = akvl_graph_check(probe, 0, diag);
     if (status == AKV_OK && !(host->dense = akvl_make_context(host, (uint32_t)host->dense_cells, hook)))
-        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %llu cells for the dense cache",
-                           (unsigned long long)host->dense_cells);
+        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %llu cells for the dense cache: %s",
+                           (unsigned long long)host->dense_cells, akvl_first_error());
     if (status == AKV_OK) {
         host->dense_cells = llama_n_ctx(host->dense);
         host->stats.context_a_cells = host->dense_cells;
@@ -183,7 +185,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     }
     hook->mode = AKVL_IDLE;
     if (status == AKV_OK && hook->masked) {
-        akvl_fail(&host->not_hostable, AKV_E_UNSUPPORTED, "a layer hides part of the document from the last token although its cache"
+        akvl_fail(&host->not_hostable, AKV_E_UNSUPPORTED,
+                  "a layer hides part of the document from the last token although its cache"
                   " holds all of it; such attention cannot be compressed");
         if (must_host)
             status = akvl_fail(diag, AKV_E_UNSUPPORTED, "%s", host->not_hostable.message);
@@ -195,7 +198,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     return status;
 }
 
-akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells, akv_diag *diag)
+akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells,
+                             akv_diag *diag)
 {
     if (!host || !tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and tokens must not be NULL");
@@ -249,16 +253,21 @@ akv_status akv_llama_free_dense(akv_llama *host, akv_diag *diag)
     return AKV_OK;
 }
 
-/* ------------------------------------------------------------------------------------------------------------- compress */
+/* ------------------------------------------------------------------------------------------------------ compress */
 
-/* Rows [0, tokens) of a cache root as a [head, token, dim] view; cells hold positions in order (akvl_capture checked). */
+/* Rows [0, tokens) of a cache root as a [head, token, dim] view; cells hold positions in order (akvl_capture checked).
+ */
 static akv_tensor cache_view(const struct ggml_tensor *root, uint32_t dim)
 {
-    return (akv_tensor){.data = root->data, .dtype = AKV_F16, .stride_head = dim,
-                        .stride_token = (int64_t)(root->nb[1] / sizeof(uint16_t)), .stride_dim = 1};
+    return (akv_tensor){.data = root->data,
+                        .dtype = AKV_F16,
+                        .stride_head = dim,
+                        .stride_token = (int64_t)(root->nb[1] / sizeof(uint16_t)),
+                        .stride_dim = 1};
 }
 
-void akvl_describe_layer(const akvl_layer *from, int32_t number, uint64_t num_tokens, int32_t first_position, akv_layer *out)
+void akvl_describe_layer(const akvl_layer *from, int32_t number, uint64_t num_tokens, int32_t first_position,
+                         akv_layer *out)
 {
     akv_layer_init(out);
     out->shape.num_tokens = num_tokens;
@@ -309,8 +318,8 @@ static akv_status compress_layer(akv_llama *host, uint32_t number, akv_llama_met
     return status;
 }
 
-static akv_status build_store(akv_llama *host, akv_llama_method method, const akv_config *config, akv_llama_layer *layers,
-                              akv_segment **segments, akv_llama_store **out, akv_diag *diag)
+static akv_status build_store(akv_llama *host, akv_llama_method method, const akv_config *config,
+                              akv_llama_layer *layers, akv_segment **segments, akv_llama_store **out, akv_diag *diag)
 {
     const uint32_t num_layers = host->num_layers;
     uint32_t num_segments = 0;
@@ -363,7 +372,8 @@ akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const ak
     if (!host->dense)
         return akvl_fail(diag, AKV_E_BAD_STATE, "there is no dense cache to compress; run akv_llama_prefill first");
     if (host->dense_position != host->num_tokens)
-        return akvl_fail(diag, AKV_E_BAD_STATE, "the dense cache has gone on behind the document; run akv_llama_rewind first");
+        return akvl_fail(diag, AKV_E_BAD_STATE,
+                         "the dense cache has gone on behind the document; run akv_llama_rewind first");
     if (host->not_hostable.status != AKV_OK)
         return akvl_fail(diag, host->not_hostable.status, "%s", host->not_hostable.message);
     akv_config own = *config;
@@ -372,9 +382,9 @@ akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const ak
     akv_llama_layer *layers = akvl_new(host->num_layers, sizeof *layers);
     akv_segment **segments = akvl_new(host->num_layers, sizeof *segments);
     const double start = akvl_seconds();
-    akv_status status = layers && segments
-                            ? build_store(host, method, &own, layers, segments, out, diag)
-                            : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
+    akv_status status =
+        layers && segments ? build_store(host, method, &own, layers, segments, out, diag)
+                           : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
     free(layers);
     free(segments);
     if (status == AKV_OK) {

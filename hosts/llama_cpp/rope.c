@@ -15,8 +15,8 @@ static double turns_plane(const akvl_rope_params *p, double turns)
 
 double akvl_rope_table(const akvl_rope_params *p, const float *freq_factors, double *inv_freq)
 {
-    /* ggml steps from plane to plane with a float ratio; starting from the same float keeps the angles together at large
-     * positions, where a difference of one rounding would be multiplied by the position. */
+    /* ggml steps from plane to plane with a float ratio; starting from the same float keeps the angles together at
+     * large positions, where a difference of one rounding would be multiplied by the position. */
     const double ratio = (double)powf(p->freq_base, -2.0f / (float)p->n_dims);
     double low = 0.0, high = 0.0;
     if (p->ext_factor != 0.0f) {

@@ -26,9 +26,11 @@ static akv_status append(const akv_llama *host, token_list *list, const char *te
                          bool parse_special, akv_diag *diag)
 {
     if (llama_vocab_type(host->vocab) == LLAMA_VOCAB_TYPE_NONE)
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model file brings no tokenizer; only token ids can be used with it");
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "this model file brings no tokenizer; only token ids can be used with it");
     if (bytes > INT32_MAX)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "the text has %zu bytes; libllama's tokenizer takes at most 2147483647", bytes);
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "the text has %zu bytes; libllama's tokenizer takes at most 2147483647", bytes);
     int32_t room = llama_tokenize(host->vocab, text, (int32_t)bytes, NULL, 0, add_special, parse_special);
     if (room == INT32_MIN)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "the text has more tokens than libllama's tokenizer can count");
@@ -37,7 +39,8 @@ static akv_status append(const akv_llama *host, token_list *list, const char *te
     if (!grown)
         return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %d tokens", room);
     list->data = grown;
-    const int32_t got = llama_tokenize(host->vocab, text, (int32_t)bytes, grown + list->count, room, add_special, parse_special);
+    const int32_t got =
+        llama_tokenize(host->vocab, text, (int32_t)bytes, grown + list->count, room, add_special, parse_special);
     if (got < 0)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "libllama's tokenizer failed on a text of %zu bytes", bytes);
     list->count += (size_t)got;
@@ -55,29 +58,31 @@ static akv_status give(akv_status status, token_list *list, int32_t **tokens, si
     return status;
 }
 
-akv_status akv_llama_tokenize(const akv_llama *host, const char *text, size_t text_bytes, int add_special, int parse_special,
-                              int32_t **tokens, size_t *num_tokens, akv_diag *diag)
+akv_status akv_llama_tokenize(const akv_llama *host, const char *text, size_t text_bytes, int add_special,
+                              int parse_special, int32_t **tokens, size_t *num_tokens, akv_diag *diag)
 {
     if (!host || (!text && text_bytes) || !tokens || !num_tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host, text and the outputs must not be NULL");
     token_list list = {0};
-    return give(append(host, &list, text ? text : "", text_bytes, add_special != 0, parse_special != 0, diag), &list, tokens,
-                num_tokens);
+    return give(append(host, &list, text ? text : "", text_bytes, add_special != 0, parse_special != 0, diag), &list,
+                tokens, num_tokens);
 }
 
-akv_status akv_llama_token_text(const akv_llama *host, int32_t token, int special, char *text, size_t capacity, size_t *bytes,
-                                akv_diag *diag)
+akv_status akv_llama_token_text(const akv_llama *host, int32_t token, int special, char *text, size_t capacity,
+                                size_t *bytes, akv_diag *diag)
 {
     if (!host || !bytes || (!text && capacity))
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host, text and bytes must not be NULL");
     if (token < 0 || (uint32_t)token >= host->info.vocab_tokens)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %d does not exist; this model has %u", token, host->info.vocab_tokens);
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "token %d does not exist; this model has %u", token,
+                         host->info.vocab_tokens);
     if (llama_vocab_type(host->vocab) == LLAMA_VOCAB_TYPE_NONE)
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model file brings no tokenizer; its tokens have no text");
     const int32_t room = capacity > INT32_MAX ? INT32_MAX : (int32_t)capacity;
     const int32_t got = llama_token_to_piece(host->vocab, token, text, room, 0, special != 0);
     if (got < 0)
-        return akvl_fail(diag, AKV_E_NO_SPACE, "token %d has %d bytes of text; the buffer has %zu", token, -got, capacity);
+        return akvl_fail(diag, AKV_E_NO_SPACE, "token %d has %d bytes of text; the buffer has %zu", token, -got,
+                         capacity);
     *bytes = (size_t)got;
     return AKV_OK;
 }
@@ -87,8 +92,10 @@ int akv_llama_is_end(const akv_llama *host, int32_t token)
     return host && token >= 0 && (uint32_t)token < host->info.vocab_tokens && llama_vocab_is_eog(host->vocab, token);
 }
 
-/* The rendered template, zero-terminated, from malloc. The document belongs at *cut, the rest of the turn follows at *rest. */
-static akv_status render(const akv_llama *host, const char *system, char **out, size_t *cut, const char **rest, akv_diag *diag)
+/* The rendered template, zero-terminated, from malloc. The document belongs at *cut, the rest of the turn follows at
+ * *rest. */
+static akv_status render(const akv_llama *host, const char *system, char **out, size_t *cut, const char **rest,
+                         akv_diag *diag)
 {
     const char *template = llama_model_chat_template(host->model, NULL);
     if (!template)
@@ -105,7 +112,8 @@ static akv_status render(const akv_llama *host, const char *system, char **out, 
     if (length <= 0 || llama_chat_apply_template(template, messages, count, true, text, length) != length ||
         !strstr(text, MARK)) {
         free(text);
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "the chat template of this model is not one that libllama can render; use raw mode"
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "the chat template of this model is not one that libllama can render; use raw mode"
                          " (--raw)");
     }
     *out = text;
@@ -124,8 +132,9 @@ static void tidy_specials(const akv_llama *host, token_list *list)
         list->count--;
 }
 
-akv_status akv_llama_render_document(const akv_llama *host, akv_llama_prompt form, const char *system, const char *document,
-                                     size_t document_bytes, int32_t **tokens, size_t *num_tokens, akv_diag *diag)
+akv_status akv_llama_render_document(const akv_llama *host, akv_llama_prompt form, const char *system,
+                                     const char *document, size_t document_bytes, int32_t **tokens, size_t *num_tokens,
+                                     akv_diag *diag)
 {
     if (!host || !tokens || !num_tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and the outputs must not be NULL");
@@ -154,8 +163,9 @@ akv_status akv_llama_render_document(const akv_llama *host, akv_llama_prompt for
     return give(status, &list, tokens, num_tokens);
 }
 
-akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt form, const char *system, const char *question,
-                                     size_t question_bytes, int32_t **tokens, size_t *num_tokens, akv_diag *diag)
+akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt form, const char *system,
+                                     const char *question, size_t question_bytes, int32_t **tokens, size_t *num_tokens,
+                                     akv_diag *diag)
 {
     if (!host || !tokens || !num_tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and the outputs must not be NULL");

@@ -46,8 +46,8 @@ divergence compare_logits(const float *reference, const float *other, size_t row
 
 void print_divergence(const char *name, const divergence *d)
 {
-    printf("%-52s mean KL %.3e  max KL %.3e  max |dlogit| %.4f  top-1 %zu/%zu\n", name, d->mean_kl, d->max_kl, d->max_abs,
-           d->same_top, d->rows);
+    printf("%-52s mean KL %.3e  max KL %.3e  max |dlogit| %.4f  top-1 %zu/%zu\n", name, d->mean_kl, d->max_kl,
+           d->max_abs, d->same_top, d->rows);
     fflush(stdout);
 }
 
@@ -84,12 +84,30 @@ static void stock_decode(struct llama_context *context, const int32_t *tokens, s
     llama_batch_free(batch);
 }
 
-float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document, const int32_t *rest,
-                 size_t num_rest, int single, uint32_t batch)
+/* `rest` behind position `at`, in one batch or one by one; logits to out. */
+static void stock_rest(struct llama_context *context, const int32_t *rest, size_t num_rest, size_t at, int single,
+                       size_t vocab, float *out)
 {
-    const size_t vocab = (size_t)llama_vocab_n_tokens(llama_model_get_vocab(model));
+    for (size_t done = 0; done < num_rest;) {
+        const size_t n = single ? 1 : num_rest - done;
+        stock_decode(context, rest + done, n, at + done, 1);
+        memcpy(out + done * vocab, llama_get_logits(context), n * vocab * sizeof *out);
+        done += n;
+    }
+}
+
+static float *new_rows(size_t rows, size_t vocab)
+{
+    float *out = malloc(rows * vocab * sizeof *out);
+    CHECK(out, "no memory");
+    return out;
+}
+
+static struct llama_context *stock_read(struct llama_model *model, int flash, const int32_t *document, size_t n,
+                                        size_t reserve, uint32_t batch)
+{
     struct llama_context_params params = llama_context_default_params();
-    params.n_ctx = (uint32_t)(num_document + num_rest);
+    params.n_ctx = (uint32_t)(n + reserve);
     params.n_batch = params.n_ubatch = batch;
     params.n_seq_max = 1;
     params.n_threads = params.n_threads_batch = 2;
@@ -97,21 +115,36 @@ float *stock_run(struct llama_model *model, int flash, const int32_t *document, 
     params.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     struct llama_context *context = llama_init_from_model(model, params);
     CHECK(context, "no stock context");
-    for (size_t done = 0; done < num_document;) {
-        const size_t n = num_document - done < batch ? num_document - done : batch;
-        stock_decode(context, document + done, n, done, 0);
-        done += n;
+    for (size_t done = 0; done < n;) {
+        const size_t some = n - done < batch ? n - done : batch;
+        stock_decode(context, document + done, some, done, 0);
+        done += some;
     }
-    float *out = malloc(num_rest * vocab * sizeof *out);
-    CHECK(out, "no memory");
-    for (size_t done = 0; done < num_rest;) {
-        const size_t n = single ? 1 : num_rest - done;
-        stock_decode(context, rest + done, n, num_document + done, 1);
-        memcpy(out + done * vocab, llama_get_logits(context), n * vocab * sizeof *out);
-        done += n;
-    }
+    return context;
+}
+
+float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document,
+                 const int32_t *rest, size_t num_rest, int single, uint32_t batch)
+{
+    const size_t vocab = (size_t)llama_vocab_n_tokens(llama_model_get_vocab(model));
+    struct llama_context *context = stock_read(model, flash, document, num_document, num_rest, batch);
+    float *out = new_rows(num_rest, vocab);
+    stock_rest(context, rest, num_rest, num_document, single, vocab, out);
     llama_free(context);
     return out;
+}
+
+void stock_run_both(struct llama_model *model, const int32_t *document, size_t num_document, const int32_t *rest,
+                    size_t num_single, size_t num_batch, uint32_t batch, float **single_out, float **batch_out)
+{
+    const size_t vocab = (size_t)llama_vocab_n_tokens(llama_model_get_vocab(model));
+    struct llama_context *context = stock_read(model, 0, document, num_document, num_single, batch);
+    *single_out = new_rows(num_single, vocab);
+    *batch_out = new_rows(num_batch, vocab);
+    stock_rest(context, rest, num_single, num_document, 1, vocab, *single_out);
+    CHECK(llama_memory_seq_rm(llama_get_memory(context), 0, (int32_t)num_document, -1), "stock rewind");
+    stock_rest(context, rest, num_batch, num_document, 0, vocab, *batch_out);
+    llama_free(context);
 }
 
 float *hosted_run(akv_llama *host, const int32_t *rest, size_t num_rest, int single)
@@ -127,7 +160,8 @@ float *hosted_run(akv_llama *host, const int32_t *rest, size_t num_rest, int sin
         const size_t n = single ? 1 : num_rest - done;
         CHECK_OK(akv_llama_decode(host, rest + done, n, AKV_LLAMA_LOGITS_ALL, diag));
         const float *logits = akv_llama_logits(host, 0);
-        CHECK(logits && akv_llama_logits(host, (int64_t)n - 1) && !akv_llama_logits(host, (int64_t)n), "rows of logits");
+        CHECK(logits && akv_llama_logits(host, (int64_t)n - 1) && !akv_llama_logits(host, (int64_t)n), "rows of "
+                                                                                                       "logits");
         memcpy(out + done * vocab, logits, n * vocab * sizeof *out);
         done += n;
     }

@@ -45,9 +45,9 @@
 int contains(const char *text, const char *part);
 
 typedef struct divergence {
-    double mean_kl;   /* nats per token, of the second row against the first */
+    double mean_kl; /* nats per token, of the second row against the first */
     double max_kl;
-    double max_abs;   /* logit difference */
+    double max_abs; /* logit difference */
     size_t same_top;
     size_t rows;
 } divergence;
@@ -58,11 +58,15 @@ void print_divergence(const char *name, const divergence *d);
 /* Load a model that stock runs share; logs are silenced. */
 struct llama_model *stock_load(const char *path);
 /*
- * Stock llama.cpp: read `document`, then `rest` one token at a time (single != 0) or in one batch, and give the logits of every token of
- * rest. flash: 0 = off, 1 = on. From malloc.
+ * Stock llama.cpp: read `document`, then `rest` one token at a time (single != 0) or in one batch, and give the logits
+ * of every token of rest. flash: 0 = off, 1 = on. From malloc.
  */
-float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document, const int32_t *rest,
-                 size_t num_rest, int single, uint32_t batch);
+float *stock_run(struct llama_model *model, int flash, const int32_t *document, size_t num_document,
+                 const int32_t *rest, size_t num_rest, int single, uint32_t batch);
+
+/* The same without flash attention, one by one and in a batch, after reading the document once; full attention only. */
+void stock_run_both(struct llama_model *model, const int32_t *document, size_t num_document, const int32_t *rest,
+                    size_t num_single, size_t num_batch, uint32_t batch, float **single_out, float **batch_out);
 
 /* The hosted counterpart of the same run, on a host that is attached or prefilled; rewinds first. From malloc. */
 float *hosted_run(akv_llama *host, const int32_t *rest, size_t num_rest, int single);

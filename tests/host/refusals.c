@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * refusals.c - what the host cannot do it refuses with a sentence, before the long prefill, and stays usable: unsupported models,
- * wrong models, bad arguments, used-up contexts, cancellation, corrupt parts.
+ * refusals.c - what the host cannot do it refuses with a sentence, before the long prefill, and stays usable:
+ * unsupported models, wrong models, bad arguments, used-up contexts, cancellation, corrupt parts.
  *
  * usage: refusals SCRATCH-FOLDER
  */
@@ -103,8 +103,13 @@ static void test_models(void)
     options.model_path = wrong;
     CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_IO, "not a GGUF");
     file = fopen(wrong, "wb");
-    CHECK(file && fwrite("GGUF\3\0\0\0\377\377\377\377\377\377\377\177", 1, 16, file) == 16 && fclose(file) == 0, "write");
+    CHECK(file && fwrite("GGUF\3\0\0\0\377\377\377\377\377\377\377\177", 1, 16, file) == 16 && fclose(file) == 0, "writ"
+                                                                                                                  "e");
     CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_IO, "cannot load");
+    tiny_model foreign = *tiny_model_find("llama");
+    foreign.architecture = "nonesuch";
+    tiny_model_write(&foreign, wrong);
+    CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_IO, "unknown model architecture: 'nonesuch'");
     remove(wrong);
 }
 
@@ -150,7 +155,8 @@ static void test_states(const char *path)
     bad[1] = -1;
     CHECK_FAILS(akv_llama_prefill(host, bad, 3, 0, diag), AKV_E_INVALID_ARGUMENT, "token 1 is -1");
     int32_t *longer = random_tokens(TINY_CONTEXT + 1, TINY_VOCAB, 3);
-    CHECK_FAILS(akv_llama_prefill(host, longer, TINY_CONTEXT + 1, 0, diag), AKV_E_NO_SPACE, "this model's context is 4096");
+    CHECK_FAILS(akv_llama_prefill(host, longer, TINY_CONTEXT + 1, 0, diag), AKV_E_NO_SPACE,
+                "this model's context is 4096");
     free(longer);
 
     /* cancelled in the middle: nothing is kept, and the next attempt works */
@@ -159,7 +165,8 @@ static void test_states(const char *path)
     CHECK(akv_llama_next_position(host) == -1 && akv_llama_logits(host, -1) == NULL, "nothing is kept");
     s.armed = 0;
     CHECK_OK(akv_llama_prefill(host, g_tokens, 1000, 50, diag));
-    CHECK(akv_llama_next_position(host) == 1000 && akv_llama_logits(host, -1) && akv_llama_logits(host, 0), "prefilled");
+    CHECK(akv_llama_next_position(host) == 1000 && akv_llama_logits(host, -1) && akv_llama_logits(host, 0), "prefille"
+                                                                                                            "d");
     CHECK(s.calls[AKV_LLAMA_STAGE_PREFILL] >= 1000 / UBATCH, "progress was reported");
     s.stage = AKV_LLAMA_STAGE_COMPRESS;
     s.at = 2;
@@ -171,7 +178,8 @@ static void test_states(const char *path)
     config.keep_ratio = -1.0;
     CHECK_FAILS(akv_llama_compress(host, AKV_LLAMA_ANCHOR, &config, &store, diag), AKV_E_INVALID_ARGUMENT, "layer 0: ");
     config.keep_ratio = 0.1;
-    CHECK_FAILS(akv_llama_compress(host, (akv_llama_method)9, &config, &store, diag), AKV_E_INVALID_ARGUMENT, "method 9");
+    CHECK_FAILS(akv_llama_compress(host, (akv_llama_method)9, &config, &store, diag), AKV_E_INVALID_ARGUMENT,
+                "method 9");
     CHECK_OK(akv_llama_decode(host, g_tokens, 10, AKV_LLAMA_LOGITS_LAST, diag));
     CHECK_FAILS(akv_llama_compress(host, AKV_LLAMA_EXACT, &config, &store, diag), AKV_E_BAD_STATE, "akv_llama_rewind");
     CHECK_FAILS(akv_llama_decode(host, g_tokens, 1000, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_NO_SPACE, "reserve_cells");
@@ -180,8 +188,10 @@ static void test_states(const char *path)
     CHECK_OK(akv_llama_compress(host, AKV_LLAMA_EXACT, &config, &store, diag));
     CHECK_OK(akv_llama_attach(host, store, diag));
     CHECK_FAILS(akv_llama_decode(host, bad, 3, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_INVALID_ARGUMENT, "token 1 is -1");
-    CHECK_FAILS(akv_llama_decode(host, g_tokens, 0, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_INVALID_ARGUMENT, "at least one token");
-    CHECK_FAILS(akv_llama_decode(host, g_tokens, TINY_CONTEXT - 999, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_NO_SPACE, "context of 4096");
+    CHECK_FAILS(akv_llama_decode(host, g_tokens, 0, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_INVALID_ARGUMENT,
+                "at least one token");
+    CHECK_FAILS(akv_llama_decode(host, g_tokens, TINY_CONTEXT - 999, AKV_LLAMA_LOGITS_LAST, diag), AKV_E_NO_SPACE,
+                "context of 4096");
     s.stage = AKV_LLAMA_STAGE_DECODE;
     s.at = UBATCH;
     s.armed = 1;
@@ -284,8 +294,10 @@ static void test_text(const char *path)
     int32_t *tokens = NULL;
     size_t n = 0;
     CHECK_FAILS(akv_llama_tokenize(host, "text", 4, 1, 0, &tokens, &n, diag), AKV_E_UNSUPPORTED, "no tokenizer");
-    CHECK_FAILS(akv_llama_render_document(host, AKV_LLAMA_CHAT, NULL, "text", 4, &tokens, &n, diag), AKV_E_UNSUPPORTED, "--raw");
-    CHECK_FAILS(akv_llama_render_document(host, AKV_LLAMA_RAW, NULL, "", 0, &tokens, &n, diag), AKV_E_INVALID_ARGUMENT, "empty");
+    CHECK_FAILS(akv_llama_render_document(host, AKV_LLAMA_CHAT, NULL, "text", 4, &tokens, &n, diag), AKV_E_UNSUPPORTED,
+                "--raw");
+    CHECK_FAILS(akv_llama_render_document(host, AKV_LLAMA_RAW, NULL, "", 0, &tokens, &n, diag), AKV_E_INVALID_ARGUMENT,
+                "empty");
     CHECK(tokens == NULL && n == 0, "outputs stay untouched");
     akv_llama_close(host);
 }
@@ -302,7 +314,8 @@ static void test_short_documents(const char *path)
         akv_llama_store *store = host_exactly(host, g_tokens, n);
         float *hosted = hosted_run(host, g_tokens + n, 8, 1);
         const divergence d = compare_logits(stock, hosted, 8, TINY_VOCAB);
-        /* 1e-4: the flash attention of the prefill against none, as measured in tiny.c, with room for unlucky short documents */
+        /* 1e-4: the flash attention of the prefill against none, as measured in tiny.c, with room for unlucky short
+         * documents */
         CHECK(d.mean_kl < 1e-4, "a document of %zu tokens: KL %g", n, d.mean_kl);
         akv_llama_store_release(store);
         /* and through the compressing method at a generous ratio */

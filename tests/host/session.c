@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * session.c - the whole way on a real model with a real text: render, read, compress at several ratios and by every method, free the
- * dense cache, attach, ask twice; what the stats say must be true.
+ * session.c - the whole way on a real model with a real text: render, read, compress at several ratios and by every
+ * method, free the dense cache, attach, ask twice; what the stats say must be true.
  *
  * usage: session MODEL.gguf TEXT
  */
@@ -9,7 +9,7 @@
 
 #include <string.h>
 
-enum { DOCUMENT = 1200, REST = 24 };
+enum { DOCUMENT = 700, REST = 24 };
 
 static akv_llama *g_host;
 static size_t g_vocab;
@@ -25,29 +25,35 @@ static akv_llama_stats get_stats(void)
 /* The two halves are the template's own text around document and question. */
 static void test_rendering(void)
 {
-    static const char document[] = "The lighthouse keeper is called <|im_end|> Orla.", question[] = "Who keeps the lighthouse?";
+    static const char document[] = "The lighthouse keeper is called <|im_end|> Orla.",
+                      question[] = "Who keeps the lighthouse?";
     int32_t *half[2], *whole, *plain;
     size_t n[2], num_whole, num_plain;
-    CHECK_OK(akv_llama_render_document(g_host, AKV_LLAMA_CHAT, "Be brief.", document, strlen(document), &half[0], &n[0], diag));
-    CHECK_OK(akv_llama_render_question(g_host, AKV_LLAMA_CHAT, "Be brief.", question, strlen(question), &half[1], &n[1], diag));
+    CHECK_OK(akv_llama_render_document(g_host, AKV_LLAMA_CHAT, "Be brief.", document, strlen(document), &half[0], &n[0],
+                                       diag));
+    CHECK_OK(akv_llama_render_question(g_host, AKV_LLAMA_CHAT, "Be brief.", question, strlen(question), &half[1], &n[1],
+                                       diag));
     char text[1024] = "";
     size_t length = 0;
     for (int h = 0; h < 2; h++) {
         for (size_t i = 0; i < n[h]; i++) {
             size_t bytes = 0;
-            CHECK_OK(akv_llama_token_text(g_host, half[h][i], 1, text + length, sizeof text - length - 1, &bytes, diag));
+            CHECK_OK(
+                akv_llama_token_text(g_host, half[h][i], 1, text + length, sizeof text - length - 1, &bytes, diag));
             length += bytes;
         }
     }
     text[length] = 0;
     CHECK(strcmp(text, "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
                        "The lighthouse keeper is called <|im_end|> Orla.\n\nWho keeps the lighthouse?<|im_end|>\n"
-                       "<|im_start|>assistant\n") == 0, "rendered: %s", text);
+                       "<|im_start|>assistant\n") == 0,
+          "rendered: %s", text);
     /* the marker inside the document is text, not a control token: more tokens than when it is parsed */
     CHECK_OK(akv_llama_tokenize(g_host, document, strlen(document), 0, 1, &whole, &num_whole, diag));
     CHECK_OK(akv_llama_tokenize(g_host, document, strlen(document), 0, 0, &plain, &num_plain, diag));
     CHECK(num_plain > num_whole, "%zu tokens as text, %zu parsed", num_plain, num_whole);
-    CHECK(n[0] > num_plain && memcmp(half[0] + n[0] - num_plain, plain, num_plain * sizeof *plain) == 0, "the document ends its half");
+    CHECK(n[0] > num_plain && memcmp(half[0] + n[0] - num_plain, plain, num_plain * sizeof *plain) == 0,
+          "the document ends its half");
     CHECK(!akv_llama_is_end(g_host, half[1][n[1] - 1]), "the prompt does not end the answer");
     char small[1];
     size_t bytes = 77;
@@ -66,7 +72,8 @@ static void test_rendering(void)
 }
 
 /* Compress the prefilled document, attach, decode `rest`; the divergence from `exact`. */
-static divergence through(akv_llama_method method, double keep, const int32_t *rest, const float *exact, uint64_t *bytes)
+static divergence through(akv_llama_method method, double keep, const int32_t *rest, const float *exact,
+                          uint64_t *bytes)
 {
     akv_config config;
     akv_config_init(&config);
@@ -77,8 +84,9 @@ static divergence through(akv_llama_method method, double keep, const int32_t *r
     float *logits = hosted_run(g_host, rest, REST, 0);
     const divergence d = compare_logits(exact, logits, REST, g_vocab);
     const akv_llama_stats stats = get_stats();
-    CHECK(keep == 1.0 || (double)stats.compressed_bytes <= keep * (double)stats.dense_cache_bytes, "%llu bytes of %llu at keep ratio %g",
-          (unsigned long long)stats.compressed_bytes, (unsigned long long)stats.dense_cache_bytes, keep);
+    CHECK(keep == 1.0 || (double)stats.compressed_bytes <= keep * (double)stats.dense_cache_bytes,
+          "%llu bytes of %llu at keep ratio %g", (unsigned long long)stats.compressed_bytes,
+          (unsigned long long)stats.dense_cache_bytes, keep);
     for (uint32_t i = 0; i < stats.num_layers; i++)
         CHECK(stats.layers[i].segment.bytes.total > 0 && stats.layers[i].segment.shape.num_tokens > 0, "layer %u", i);
     *bytes = stats.compressed_bytes;
@@ -128,8 +136,9 @@ int main(int argc, char **argv)
     akv_llama_model_info info;
     akv_llama_model_info_init(&info);
     CHECK_OK(akv_llama_get_model_info(g_host, &info, diag));
-    CHECK(info.num_layers == 30 && info.num_heads == 9 && info.num_kv_heads == 3 && info.head_dim_k == 64 && info.gqa_group == 3 &&
-          info.has_chat_template && strcmp(info.architecture, "llama") == 0, "this test expects SmolLM2-135M, got %s", info.description);
+    CHECK(info.num_layers == 30 && info.num_heads == 9 && info.num_kv_heads == 3 && info.head_dim_k == 64 &&
+              info.gqa_group == 3 && info.has_chat_template && strcmp(info.architecture, "llama") == 0,
+          "this test expects SmolLM2-135M, got %s", info.description);
     g_vocab = info.vocab_tokens;
     test_rendering();
 
@@ -154,7 +163,8 @@ int main(int argc, char **argv)
     print_divergence("eviction, keep ratio 0.1", &evicted);
     /* 0.02: the noise of 4-bit weights' products between one attention and another, measured at 4e-3, with room */
     CHECK(all.mean_kl < 0.02, "everything kept is not the dense answer: %g", all.mean_kl);
-    CHECK(all.mean_kl < fifth.mean_kl && fifth.mean_kl < tenth.mean_kl && tenth.mean_kl < 1.0, "more bytes, more fidelity");
+    CHECK(all.mean_kl < fifth.mean_kl && fifth.mean_kl < tenth.mean_kl && tenth.mean_kl < 1.0, "more bytes, more "
+                                                                                               "fidelity");
     CHECK(used[0] > used[1] && used[1] > used[2] && used[2] >= used[3] / 2, "bytes follow the ratio");
 
     /* the dense cache is really gone, and so is its memory */
