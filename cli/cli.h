@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cli.h - what the subcommands of `akv` share: exit codes, messages, interruption, files, option values, progress and the
- * report. The program sees the public headers of the library and of the llama.cpp host, nothing else.
+ * cli.h - what the subcommands of `akv` share: exit codes, messages, interruption, files, option values, progress and
+ * the report. The program sees the public headers of the library and of the llama.cpp host, nothing else.
  */
 #ifndef AKV_CLI_H
 #define AKV_CLI_H
@@ -42,8 +42,8 @@ void cli_note(const char *format, ...) __attribute__((format(printf, 1, 2))); /*
 /* ---------------------------------------------------------------------------------------------------- interruption */
 
 /*
- * The first SIGINT or SIGTERM only sets a flag, which everything that takes time polls. A second one ends the program at
- * once; a temporary file that is being written is removed even then.
+ * The first SIGINT or SIGTERM only sets a flag, which everything that takes time polls. A second one ends the program
+ * at once; a temporary file that is being written is removed even then.
  */
 void cli_signals_install(void);
 int cli_interrupted(void); /* the signal's number, or 0 */
@@ -61,8 +61,8 @@ bool cli_buffer_add(cli_buffer *buffer, const void *data, size_t bytes);
 void cli_buffer_free(cli_buffer *buffer);
 
 /*
- * Appends one text file ("-" = standard input). Checked: readable, no directory, not empty, UTF-8 without NUL; a byte order
- * mark is dropped. Returns an exit code and prints the reason.
+ * Appends one text file ("-" = standard input). Checked: readable, no directory, not empty, UTF-8 without NUL; a byte
+ * order mark is dropped. Returns an exit code and prints the reason.
  */
 int cli_read_text(const char *path, cli_buffer *text);
 /* Several files, joined at line ends. */
@@ -81,12 +81,13 @@ int cli_map(const char *path, cli_mapping *mapping);
 void cli_unmap(cli_mapping *mapping);
 
 /*
- * A file that appears under its name only when it is complete: temporary file in the same folder, fsync, rename, fsync of
- * the folder. Devices and pipes are written directly.
+ * A file that appears under its name only when it is complete: temporary file in the same folder, fsync, rename, fsync
+ * of the folder. Devices and pipes are written directly.
  */
 typedef struct cli_output cli_output;
 int cli_output_open(const char *path, cli_output **out);
-akv_status cli_output_write(void *output, const void *data, size_t bytes, akv_diag *diag); /* an akv_document_write_fn */
+/* An akv_document_write_fn. */
+akv_status cli_output_write(void *output, const void *data, size_t bytes, akv_diag *diag);
 int cli_output_commit(cli_output *output); /* frees it, whatever happens */
 void cli_output_abort(cli_output *output); /* removes the temporary file; NULL is fine */
 
@@ -139,7 +140,8 @@ typedef struct cli_progress {
 
 void cli_progress_init(cli_progress *progress, bool quiet);
 /* `name` e.g. "prefill", `unit` e.g. "tokens" or NULL for a bare percentage. */
-void cli_progress_update(cli_progress *progress, int stage, const char *name, const char *unit, uint64_t done, uint64_t total);
+void cli_progress_update(cli_progress *progress, int stage, const char *name, const char *unit, uint64_t done,
+                         uint64_t total);
 void cli_progress_end(cli_progress *progress); /* wipes the bar */
 
 double cli_now(void); /* monotonic seconds */

@@ -6,8 +6,8 @@
 #include "cli.h"
 
 /*
- * Opens every segment (so damage is found) and fills the report. report->layers comes from malloc; texts are borrowed from
- * the document. Returns an exit code and prints the reason.
+ * Opens every segment (so damage is found) and fills the report. report->layers comes from malloc; texts are borrowed
+ * from the document. Returns an exit code and prints the reason.
  */
 int cli_report_of_document(const char *path, const akv_document *document, cli_report *report);
 

@@ -10,7 +10,7 @@ typedef struct cli_sampler {
     uint64_t state;     /* of the random numbers; start with the seed */
 } cli_sampler;
 
-/* -1 when a logit is NaN or no logit is finite. The draw reads all n logits; the lowest index wins a tie at temperature 0. */
+/* -1 when a logit is NaN or no logit is finite. At temperature 0 the lowest index wins a tie. */
 int64_t cli_sample(cli_sampler *sampler, const float *logits, uint32_t n);
 
 #endif

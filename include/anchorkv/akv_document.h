@@ -85,7 +85,7 @@ typedef struct akv_document_parts {
 
 AKV_API void akv_document_parts_init(akv_document_parts *parts);
 
-/* ------------------------------------------------------------------------------------------------------------- write */
+/* ------------------------------------------------------------------------------------------------------------ write */
 
 /* Receives the document from front to back. Anything but AKV_OK stops the writing and is returned as it is. */
 typedef akv_status (*akv_document_write_fn)(void *opaque, const void *data, size_t bytes, akv_diag *diag);
@@ -106,7 +106,7 @@ AKV_API akv_status akv_document_write(const akv_document_parts *parts, akv_docum
 /* Bytes that akv_document_write will produce; 0 when the parts cannot be written. */
 AKV_API uint64_t akv_document_bytes(const akv_document_parts *parts);
 
-/* -------------------------------------------------------------------------------------------------------------- read */
+/* ------------------------------------------------------------------------------------------------------------- read */
 
 typedef struct akv_document akv_document;
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* make_document.c - a small but complete .akv file from random keys and values, for testing the program without a model. */
+/* make_document.c - a small but complete .akv file from random keys and values, to test the program without a model. */
 #include <anchorkv/akv_document.h>
 
 #include <stdio.h>
