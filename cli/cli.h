@@ -123,6 +123,9 @@ bool cli_size_goal_set(cli_size_goal *goal, int option, const char *value); /* o
 /* "12.3 MiB" into a static ring of buffers: good for a few uses in one printf. */
 const char *cli_bytes(uint64_t bytes);
 
+/* Text from a file for a terminal: control characters become '?'. Into a static buffer; one use at a time. */
+const char *cli_printable(const char *text);
+
 uint32_t cli_default_threads(void);
 
 /* -------------------------------------------------------------------------------------------------------- progress */

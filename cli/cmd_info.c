@@ -51,8 +51,8 @@ static void print_info(const char *path, const akv_document *document, const cli
     akv_document_get_parts(document, &parts, NULL);
     printf("file         %s, %s (%llu bytes), format %u.%u, %u sections\n", path, cli_bytes(info.total_bytes),
            (unsigned long long)info.total_bytes, info.major, info.minor, info.num_sections);
-    printf("model        %s, %u layers, fingerprint %016llx%016llx\n", parts.model.description, parts.model.num_layers,
-           (unsigned long long)parts.model.hash[0], (unsigned long long)parts.model.hash[1]);
+    printf("model        %s, %u layers, fingerprint %016llx%016llx\n", cli_printable(parts.model.description),
+           parts.model.num_layers, (unsigned long long)parts.model.hash[0], (unsigned long long)parts.model.hash[1]);
     printf("document     %llu tokens\n", (unsigned long long)parts.num_tokens);
     printf("method       %s%s%s, %u layers compressed, %u native\n", r->method,
            r->profile[0] != '\0' ? ", profile " : "", r->profile, r->hosted_layers, r->num_layers - r->hosted_layers);
@@ -63,8 +63,10 @@ static void print_info(const char *path, const akv_document *document, const cli
     cli_print_bytes_by_kind(stdout, &r->bytes);
     if (r->native_bytes != 0)
         printf("native state %s\n", cli_bytes(r->native_bytes));
-    for (uint32_t i = 0; i < parts.num_properties; i++)
-        printf("%-12s %s\n", parts.properties[i].key, parts.properties[i].value);
+    for (uint32_t i = 0; i < parts.num_properties; i++) {
+        printf("%-12s ", cli_printable(parts.properties[i].key));
+        printf("%s\n", cli_printable(parts.properties[i].value));
+    }
 }
 
 static int info_file(const char *path, const char *json, bool layers, bool sections)

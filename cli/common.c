@@ -264,6 +264,16 @@ const char *cli_bytes(uint64_t bytes)
     return out;
 }
 
+const char *cli_printable(const char *text)
+{
+    static char clean[1024];
+    size_t n = 0;
+    for (; text[n] != '\0' && n + 1 < sizeof clean; n++)
+        clean[n] = (unsigned char)text[n] < 0x20 || text[n] == 0x7f ? '?' : text[n];
+    clean[n] = '\0';
+    return clean;
+}
+
 uint32_t cli_default_threads(void)
 {
     long n = sysconf(_SC_NPROCESSORS_ONLN);

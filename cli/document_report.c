@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-const char *cli_document_method(uint32_t method)
+static const char *method_name(uint32_t method)
 {
     static const cli_method methods[] = {CLI_METHOD_AKV, CLI_METHOD_SNAPKV, CLI_METHOD_EXACT};
     return method < 3 ? cli_method_name(methods[method]) : "unknown";
@@ -49,15 +49,37 @@ static akv_status read_layer(const akv_document *document, const akv_document_la
     return AKV_OK;
 }
 
-int cli_report_of_document(const char *path, const akv_document *document, cli_report *report)
+void cli_report_of_properties(const char *path, const akv_document *document, cli_report *report)
 {
     akv_document_parts parts;
     akv_document_info info;
-    akv_diag diag = {AKV_OK, ""};
     akv_document_parts_init(&parts);
     akv_document_info_init(&info);
     memset(report, 0, sizeof *report);
     akv_document_get_info(document, &info, NULL);
+    akv_document_get_parts(document, &parts, NULL);
+    const char *profile = akv_document_property_value(document, "profile", 0);
+    const char *keep = akv_document_property_value(document, "keep_ratio", 0);
+    const char *seed = akv_document_property_value(document, "seed", 0);
+    const char *model = akv_document_property_value(document, "model", 0);
+    report->model_description = model != NULL ? model : "";
+    report->document_path = path;
+    report->method = method_name(parts.method);
+    report->profile = profile != NULL ? profile : "";
+    report->keep_ratio = keep != NULL ? strtod(keep, NULL) : 0.0;
+    report->seed = seed != NULL ? strtoull(seed, NULL, 10) : 0;
+    report->tokens = parts.num_tokens;
+    report->num_layers = parts.num_layers;
+    report->native_bytes = parts.native_state_bytes;
+    report->file_bytes = info.total_bytes;
+}
+
+int cli_report_of_document(const char *path, const akv_document *document, cli_report *report)
+{
+    akv_document_parts parts;
+    akv_diag diag = {AKV_OK, ""};
+    akv_document_parts_init(&parts);
+    cli_report_of_properties(path, document, report);
     akv_status status = akv_document_get_parts(document, &parts, &diag);
     cli_layer_report *layers = calloc(parts.num_layers + 1, sizeof *layers);
     if (layers == NULL)
@@ -68,21 +90,7 @@ int cli_report_of_document(const char *path, const akv_document *document, cli_r
         free(layers);
         return cli_fail_diag(status, &diag, path);
     }
-    const char *profile = akv_document_property_value(document, "profile", 0);
-    const char *keep = akv_document_property_value(document, "keep_ratio", 0);
-    const char *seed = akv_document_property_value(document, "seed", 0);
-    const char *description = akv_document_property_value(document, "model", 0);
-    report->model_description = description != NULL ? description : "";
-    report->document_path = path;
-    report->method = cli_document_method(parts.method);
-    report->profile = profile != NULL ? profile : "";
-    report->keep_ratio = keep != NULL ? strtod(keep, NULL) : 0.0;
-    report->seed = seed != NULL ? strtoull(seed, NULL, 10) : 0;
-    report->tokens = parts.num_tokens;
-    report->num_layers = parts.num_layers;
     report->layers = layers;
-    report->native_bytes = parts.native_state_bytes;
-    report->file_bytes = info.total_bytes;
     cli_report_sum(report);
     return CLI_OK;
 }

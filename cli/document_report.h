@@ -11,7 +11,7 @@
  */
 int cli_report_of_document(const char *path, const akv_document *document, cli_report *report);
 
-/* Name of akv_document_parts.method. */
-const char *cli_document_method(uint32_t method);
+/* Only what the document says about itself; no segment is opened. report->layers stays NULL. */
+void cli_report_of_properties(const char *path, const akv_document *document, cli_report *report);
 
 #endif

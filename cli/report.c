@@ -111,7 +111,7 @@ static void print_answer_speed(const cli_report *r)
 void cli_report_print(const cli_report *r)
 {
     fprintf(stderr, "--- what was done ---\n");
-    fprintf(stderr, "model        %s\n", r->model_description);
+    fprintf(stderr, "model        %s\n", cli_printable(r->model_description));
     fprintf(stderr, "document     %" PRIu64 " tokens, %" PRIu64 " evaluated now\n", r->tokens,
             r->document_tokens_evaluated);
     if (r->layers == NULL) {

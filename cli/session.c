@@ -266,9 +266,7 @@ int cli_session_report(const cli_session *s, cli_report *r)
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);
     if (s->document != NULL) {
-        int code = cli_report_of_document(s->path, s->document, r);
-        if (code != CLI_OK)
-            return code;
+        cli_report_of_properties(s->path, s->document, r);
     } else {
         memset(r, 0, sizeof *r);
         r->method = cli_method_name(s->settings->method);
@@ -276,18 +274,16 @@ int cli_session_report(const cli_session *s, cli_report *r)
         r->seed = s->settings->seed;
         r->tokens = s->num_tokens;
         r->num_layers = stats.num_layers;
-        if (s->store != NULL) {
-            cli_layer_report *layers = stats.layers != NULL ? layer_reports(&stats) : NULL;
-            if (layers == NULL)
-                return cli_fail(CLI_NO_MEMORY, "no memory for the report");
-            r->layers = layers;
-            cli_report_sum(r);
-            r->keep_ratio = s->keep_ratio;
-        } else {
-            r->dense_bytes = estimate_dense_bytes(s);
-            r->keep_ratio = 1.0;
-        }
+        r->keep_ratio = s->store != NULL ? s->keep_ratio : 1.0;
+        r->dense_bytes = estimate_dense_bytes(s);
         r->native_bytes = stats.native_bytes;
+    }
+    if (s->store != NULL) {
+        cli_layer_report *layers = stats.layers != NULL ? layer_reports(&stats) : NULL;
+        if (layers == NULL)
+            return cli_fail(CLI_NO_MEMORY, "no memory for the report");
+        r->layers = layers;
+        cli_report_sum(r);
     }
     r->model_description = s->model.name[0] != '\0' ? s->model.name : s->model.description;
     r->model_path = s->settings->model;

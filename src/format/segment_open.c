@@ -161,9 +161,18 @@ static akv_status check_header(const akv_header *h, size_t bytes, akv_diag *diag
 /* Index of the first 16-bit float whose exponent bits are all ones, or n. */
 static uint64_t find_non_finite16(const uint16_t *x, uint64_t n, uint16_t exponent)
 {
-    for (uint64_t i = 0; i < n; i++)
-        if ((x[i] & exponent) == exponent)
-            return i;
+    /* Whole blocks first, without a branch inside, so that compilers use vectors; the search is for the bad one only.
+     */
+    enum { BLOCK = 4096 };
+    for (uint64_t at = 0; at < n; at += BLOCK) {
+        uint64_t end = n - at < BLOCK ? n : at + BLOCK;
+        uint32_t bad = 0;
+        for (uint64_t i = at; i < end; i++)
+            bad |= (x[i] & exponent) == exponent;
+        for (uint64_t i = at; bad && i < end; i++)
+            if ((x[i] & exponent) == exponent)
+                return i;
+    }
     return n;
 }
 
