@@ -37,8 +37,13 @@ static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint6
 static void on_log(void *opaque, const char *text)
 {
     cli_session *s = opaque;
+    size_t length = strlen(text);
+    while (length > 0 && (text[length - 1] == '\n' || text[length - 1] == ' '))
+        length--;
+    if (length == 0 || cli_interrupted()) /* it calls an interrupted computation a failed one */
+        return;
     cli_progress_end(&s->progress);
-    cli_note("libllama: %s", text);
+    cli_note("libllama: %.*s", (int)length, text);
 }
 
 static int fail(cli_session *s, akv_status status, const akv_diag *diag, const char *what)

@@ -178,6 +178,7 @@ def test_interruption(t, files, model):
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
         t.check(process.returncode == code, f"signal {number}: exit code {process.returncode} instead of {code}: {err!r}")
+        t.check(b"error" not in err and b"failed" not in err, f"signal {number}: an interruption is no error: {err!r}")
         t.check(b"interrupted" in err, f"signal {number}: it does not say that it was interrupted: {err!r}")
     t.check(files.read("old.akv") == b"what was here before", "an interrupted pack changed the old file")
 
