@@ -93,7 +93,7 @@ typedef struct akv_allocator {
 typedef struct akv_executor {
     void *opaque;
     void (*parallel_for)(void *opaque, void (*fn)(void *arg, size_t task), void *arg, size_t num_tasks);
-    uint32_t max_workers; /* how many tasks may run at once, >= 1; bounds scratch memory only */
+    uint32_t max_workers; /* how many tasks may run at once, >= 1; bounds scratch memory */
 } akv_executor;
 
 /* A small pthread pool as a ready-made executor. One parallel_for at a time. num_threads counts the caller's thread. */
@@ -168,13 +168,16 @@ typedef struct akv_shape {
     uint32_t head_dim_v;   /* even, 2..1024 */
     uint32_t rotary_dim;   /* as in akv_rope */
     uint32_t num_queries;  /* W: observation queries that will be given = the recency window; 1..1024, 32 is usual */
-    uint32_t has_positions;/* nonzero when positions are not consecutive: 4 bytes a token are then stored */
+    uint32_t has_positions;/* nonzero when positions are not consecutive: 4 bytes a token are then stored; taken from
+                              the data by akv_compress */
+    akv_dtype dtype;       /* of the cache: decides the bytes where a segment stays dense; taken from the tensors by
+                              akv_compress (f32 when keys and values differ) */
 } akv_shape;
 
 AKV_API void akv_shape_init(akv_shape *shape);
 
 typedef enum akv_segment_kind {
-    AKV_SEGMENT_DENSE = 0,     /* every key and value as given (16 bit) */
+    AKV_SEGMENT_DENSE = 0,     /* every key and value as given */
     AKV_SEGMENT_COMPRESSED = 1 /* anchors, coefficients, residuals */
 } akv_segment_kind;
 
@@ -269,7 +272,8 @@ typedef struct akv_segment akv_segment;
 AKV_API akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag);
 
 /*
- * akv_segment_create_dense() - the same tokens kept exactly. f16 and bf16 stay as they are; f32 is stored as f32.
+ * akv_segment_create_dense() - the same tokens kept exactly. f16 and bf16 stay as they are; f32 (or a
+ * mixture) is stored as f32.
  * Of config only allocator and executor are used (NULL config is fine); queries are not read.
  * Errors as akv_compress, without AKV_E_INFEASIBLE.
  */

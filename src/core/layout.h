@@ -24,6 +24,11 @@
  * group of g residuals takes g * code_bytes(dim) bytes and stores its coordinates one after the other: coordinate i of
  * residual r is the 2-bit number at bit (i * g + r) * 2 of the group, least significant bits first; unused bits are 0.
  * So in a full group coordinate i is one little-endian 32-bit word and a SIMD lane is a token.
+ *
+ * A code c in 0..3 means gain * level[c]: Lloyd-Max -1.5104, -0.4528, 0.4528, 1.5104, or with AKV_FLAG_PLAIN_CODES
+ * -1, -1/3, 1/3, 1. The coded vector is Hd(sign * r) (r itself with AKV_FLAG_PLAIN_CODES), r being the key residual
+ * AFTER the rotary embedding, or the value residual. Signs come from akv_signs(seed, side); Hd is the orthonormal
+ * Walsh-Hadamard transform over the greedy power-of-two blocks of the dimension, largest first (112 = 64 + 32 + 16).
  */
 #ifndef AKV_LAYOUT_H
 #define AKV_LAYOUT_H

@@ -65,6 +65,7 @@ void akv_shape_init(akv_shape *shape)
     AKV_INIT(shape);
     shape->gqa_group = 1;
     shape->num_queries = 32;
+    shape->dtype = AKV_F16;
 }
 
 void akv_layer_init(akv_layer *layer)
