@@ -30,6 +30,7 @@ import urllib.request
 
 CHUNK_BYTES = 1 << 20
 TRIES = 5
+PAUSE_S = 2.0  # before the second try; doubles each time
 TIMEOUT_S = 120
 
 
@@ -161,7 +162,7 @@ def fetch(project, filename, sha256, out):
             if final or attempt == TRIES:
                 raise FetchError("%s: %s" % (filename, error)) from None
             print("fetch_pypi: try %d of %d: %s" % (attempt, TRIES, error), file=sys.stderr)
-            time.sleep(2 ** attempt)
+            time.sleep(PAUSE_S * 2 ** (attempt - 1))
 
 
 def main():
