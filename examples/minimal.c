@@ -50,7 +50,7 @@ static float *attend(const akv_layer *layer, const akv_segment *segment, akv_dia
         params.tail_tokens = TOKENS;
         params.tail_keys = layer->keys;
         params.tail_values = layer->values;
-        params.tail_mask = (akv_tensor){ visible, AKV_F32, 0, 0, 1 };
+        params.tail_mask = (akv_tensor){visible, AKV_F32, 0, 0, 1};
     }
     params.sm_scale = layer->sm_scale;
     params.out = malloc(sizeof(float) * HEADS * GROUP * QUERIES * DIM);
@@ -91,7 +91,7 @@ int main(void)
     akv_config_init(&config);
     config.keep_ratio = 0.1;
 
-    akv_diag diag = { AKV_OK, "" };
+    akv_diag diag = {AKV_OK, ""};
     akv_segment *segment = NULL;
     if (akv_compress(&layer, &config, &segment, &diag) != AKV_OK) {
         fprintf(stderr, "compress: %s\n", diag.message);

