@@ -15,6 +15,8 @@
  *   INDEX(side)   u8 (k <= 256) or u16 [H, S]  nearest anchor
  *   COEFF(side)   f16 [H, S]
  *   LEVELS(side)  u8 [H, ceil(S / 8)]          bit p & 7 of byte p >> 3: token p owns a residual
+ *   RANKS(side)   u64 [H * blocks + 1]         residuals before each block of AKV_BLOCK_TOKENS tokens (heads in order,
+ *                                              blocks = ceil(S / AKV_BLOCK_TOKENS)); the last entry is their number
  *   GAINS(side)   f16 [n]                      one scale per residual; heads in order, tokens ascending inside a head
  *   CODES(side)   u8 [n * code_bytes(dim)]     same order, grouped as below
  *   DENSE(side)   f32/f16/bf16 [H, S, dim]     dense segments only; keys post-RoPE
@@ -57,7 +59,8 @@ enum akv_section_id {
     AKV_SEC_GAINS = 11,
     AKV_SEC_CODES = 13,
     AKV_SEC_DENSE = 15,
-    AKV_SEC_COUNT = 17,
+    AKV_SEC_RANKS = 17,
+    AKV_SEC_COUNT = 19,
     AKV_SEC_ROOM = 22 /* entries in the header; the unused ones are 0 */
 };
 

@@ -81,7 +81,7 @@ akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *ou
     b->positions = s[AKV_SEC_POSITIONS].bytes + s[AKV_SEC_ANCHOR_TOKENS].bytes;
     b->index = s[AKV_SEC_INDEX].bytes + s[AKV_SEC_INDEX + 1].bytes;
     b->coefficients = s[AKV_SEC_COEFF].bytes + s[AKV_SEC_COEFF + 1].bytes;
-    b->level_maps = s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes;
+    b->level_maps = s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes + s[AKV_SEC_RANKS].bytes + s[AKV_SEC_RANKS + 1].bytes;
     b->residuals = s[AKV_SEC_GAINS].bytes + s[AKV_SEC_GAINS + 1].bytes + s[AKV_SEC_CODES].bytes + s[AKV_SEC_CODES + 1].bytes;
     b->dense = s[AKV_SEC_DENSE].bytes + s[AKV_SEC_DENSE + 1].bytes;
     b->header = segment->blob_bytes - (b->anchors + b->positions + b->index + b->coefficients + b->level_maps + b->residuals + b->dense);

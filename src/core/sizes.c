@@ -55,6 +55,7 @@ void akv_layout_sections(akv_header *h, bool has_positions)
         bytes[AKV_SEC_INDEX + side] = H * S * (k <= 256 ? 1 : 2);
         bytes[AKV_SEC_COEFF + side] = H * S * 2;
         bytes[AKV_SEC_LEVELS + side] = H * akv_div_up(S, 8);
+        bytes[AKV_SEC_RANKS + side] = (H * akv_div_up(S, AKV_BLOCK_TOKENS) + 1) * 8;
         bytes[AKV_SEC_GAINS + side] = n * 2;
         bytes[AKV_SEC_CODES + side] = n * akv_code_bytes((uint32_t)dim);
     }

@@ -1,0 +1,339 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attend.c - the driver of attention: check, cut into parts, run them on the executor, merge in a fixed order.
+ *
+ * Parts depend on shapes only, so the merge order and every bit of the result are the same for any number of threads.
+ */
+#include "attn/attend.h"
+#include "core/rope.h"
+#include "core/sizes.h"
+
+/* A part is at least this many tokens, and a segment has at most this many parts: the k x d_v product that ends each
+ * part of a compressed segment then stays small beside the part itself. */
+#define PART_TOKENS 4096u
+#define MOST_PARTS 8u
+
+#define MOST_WORKERS 4096u
+
+typedef struct akv_call {
+    const akv_attend_params *params;
+    uint32_t rows;       /* of this chunk */
+    uint32_t row0;
+    uint32_t chunk_rows; /* the most rows of any chunk */
+    size_t num_parts;
+    uint32_t num_slots;
+    atomic_flag *slots; /* one per scratch: taken by a running task */
+    akv_scratch *scratch;
+    akv_partial *partials;  /* [H, parts] */
+    akv_turn_table *tables; /* [segments] */
+    float *table_floats;
+} akv_call;
+
+static uint64_t part_tokens(uint64_t tokens)
+{
+    uint64_t share = akv_round_up(akv_div_up(tokens, MOST_PARTS), AKV_BLOCK_TOKENS);
+    return share < PART_TOKENS ? PART_TOKENS : share;
+}
+
+static size_t parts_of(uint64_t tokens)
+{
+    return tokens == 0 ? 0 : (size_t)akv_div_up(tokens, part_tokens(tokens));
+}
+
+static akv_status check_tensor(const akv_tensor *t, const char *name, akv_diag *diag)
+{
+    if (t->data == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%s has no data; it must not be NULL here", name);
+    if ((unsigned)t->dtype > AKV_BF16)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%s has dtype %d; it must be AKV_F32, AKV_F16 or AKV_BF16", name, (int)t->dtype);
+    return AKV_OK;
+}
+
+static akv_status check_segment(const akv_attend_params *p, uint32_t index, akv_diag *diag)
+{
+    if (p->segments == NULL || p->segments[index] == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment %u is NULL", index);
+    const akv_header *h = akv_header_of(p->segments[index]);
+    if (h->num_kv_heads != p->num_kv_heads || h->gqa_group != p->gqa_group || h->head_dim[0] != p->head_dim_k ||
+        h->head_dim[1] != p->head_dim_v)
+        return akv_fail(diag, AKV_E_MISMATCH,
+                        "segment %u holds %u KV heads x group %u, head_dim %u/%u; the call has %u x %u, %u/%u", index,
+                        h->num_kv_heads, h->gqa_group, h->head_dim[0], h->head_dim[1], p->num_kv_heads, p->gqa_group,
+                        p->head_dim_k, p->head_dim_v);
+    return AKV_OK;
+}
+
+static akv_status check_params(const akv_attend_params *p, akv_diag *diag)
+{
+    if (p == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "params must not be NULL");
+    if (p->struct_size < sizeof *p)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_attend_params has struct_size %zu; call akv_attend_params_init first",
+                        p->struct_size);
+    akv_shape shape;
+    akv_shape_init(&shape);
+    shape.num_tokens = 1;
+    shape.num_kv_heads = p->num_kv_heads;
+    shape.gqa_group = p->gqa_group;
+    shape.head_dim_k = p->head_dim_k;
+    shape.head_dim_v = p->head_dim_v;
+    AKV_TRY(akv_check_shape(&shape, diag));
+    if (p->num_queries == 0 || p->num_queries > (1u << 20))
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_queries is %u; it must be 1..2^20", p->num_queries);
+    if (p->tail_tokens > AKV_MAX_TOKENS)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "tail_tokens is %llu; at most 2^40 are possible",
+                        (unsigned long long)p->tail_tokens);
+    for (uint32_t i = 0; i < p->num_segments; i++)
+        AKV_TRY(check_segment(p, i, diag));
+    return AKV_OK;
+}
+
+static akv_status check_data(const akv_attend_params *p, akv_diag *diag)
+{
+    if (p->out == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
+    if (!isfinite(p->sm_scale) || !(p->logit_softcap >= 0) || !isfinite(p->logit_softcap))
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sm_scale is %g and logit_softcap %g; both must be finite, the cap >= 0",
+                        p->sm_scale, p->logit_softcap);
+    AKV_TRY(check_tensor(&p->queries, "queries", diag));
+    if (p->tail_tokens > 0) {
+        AKV_TRY(check_tensor(&p->tail_keys, "tail_keys", diag));
+        AKV_TRY(check_tensor(&p->tail_values, "tail_values", diag));
+        if (p->tail_mask.data != NULL)
+            AKV_TRY(check_tensor(&p->tail_mask, "tail_mask", diag));
+    }
+    return AKV_OK;
+}
+
+/* Carve the workspace (or count it when arena->base is NULL). */
+static void carve(akv_call *c, akv_arena *arena)
+{
+    const akv_attend_params *p = c->params;
+    uint64_t rows = (uint64_t)p->gqa_group * p->num_queries;
+    c->chunk_rows = rows < AKV_ATTEND_ROWS ? (uint32_t)rows : AKV_ATTEND_ROWS;
+    c->num_parts = parts_of(p->tail_tokens);
+    uint32_t most_anchors = 0, most_planes = 0;
+    uint64_t table_floats = 0;
+    for (uint32_t i = 0; i < p->num_segments; i++) {
+        const akv_header *h = akv_header_of(p->segments[i]);
+        c->num_parts += parts_of(h->num_tokens);
+        if (h->kind != AKV_SEGMENT_COMPRESSED)
+            continue;
+        uint32_t planes = h->rotary_dim / 2;
+        most_anchors = h->num_anchors > most_anchors ? h->num_anchors : most_anchors;
+        most_planes = planes > most_planes ? planes : most_planes;
+        table_floats += (uint64_t)planes * AKV_TURN_SPAN * 2;
+    }
+    uint32_t workers = p->executor != NULL && p->executor->parallel_for != NULL ? p->executor->max_workers : 1;
+    c->num_slots = workers < 1 ? 1 : workers > MOST_WORKERS ? MOST_WORKERS : workers;
+    uint64_t tasks = (uint64_t)p->num_kv_heads * c->num_parts;
+    if (tasks < c->num_slots)
+        c->num_slots = tasks == 0 ? 1 : (uint32_t)tasks;
+
+    uint64_t r = c->chunk_rows, dk = p->head_dim_k, dv = p->head_dim_v, dim = dk > dv ? dk : dv;
+    c->slots = AKV_TAKE(arena, atomic_flag, c->num_slots);
+    c->scratch = AKV_TAKE(arena, akv_scratch, c->num_slots);
+    c->partials = AKV_TAKE(arena, akv_partial, tasks);
+    c->tables = AKV_TAKE(arena, akv_turn_table, p->num_segments);
+    c->table_floats = AKV_TAKE(arena, float, table_floats);
+    for (uint32_t i = 0; i < c->num_slots; i++) {
+        akv_scratch s;
+        s.query = AKV_TAKE(arena, float, r * dk);
+        s.turned = AKV_TAKE(arena, float, r * dk);
+        s.rotated = AKV_TAKE(arena, float, r * dk);
+        s.logits = AKV_TAKE(arena, float, r * AKV_BLOCK_TOKENS);
+        s.hist = AKV_TAKE(arena, float, r * most_anchors);
+        s.coded = AKV_TAKE(arena, float, r * dv);
+        s.group = AKV_TAKE(arena, float, dim * AKV_GROUP_LANES);
+        s.vector = AKV_TAKE(arena, float, dim);
+        s.phase = AKV_TAKE(arena, double, (uint64_t)most_planes * 4);
+        if (arena->base != NULL) {
+            c->scratch[i] = s;
+            atomic_flag_clear(&c->slots[i]);
+        }
+    }
+    float *max = AKV_TAKE(arena, float, tasks * r);
+    float *sum = AKV_TAKE(arena, float, tasks * r);
+    float *acc = AKV_TAKE(arena, float, tasks * r * dv);
+    if (arena->base != NULL)
+        for (uint64_t t = 0; t < tasks; t++) {
+            akv_partial partial = {max + t * r, sum + t * r, acc + t * r * dv};
+            c->partials[t] = partial;
+        }
+}
+
+/* Offset tables, one per distinct RoPE among the segments (in a model that is one). */
+static void make_tables(akv_call *c)
+{
+    const akv_attend_params *p = c->params;
+    float *at = c->table_floats;
+    for (uint32_t i = 0; i < p->num_segments; i++) {
+        const akv_header *h = akv_header_of(p->segments[i]);
+        akv_turn_table none = {NULL, NULL};
+        c->tables[i] = none;
+        uint32_t planes = h->rotary_dim / 2;
+        if (h->kind != AKV_SEGMENT_COMPRESSED || planes == 0)
+            continue;
+        const double *inv_freq = akv_section_of(p->segments[i], AKV_SEC_INV_FREQ);
+        for (uint32_t j = 0; j < i; j++) {
+            const akv_header *other = akv_header_of(p->segments[j]);
+            if (c->tables[j].cos != NULL && other->rotary_dim == h->rotary_dim &&
+                memcmp(akv_section_of(p->segments[j], AKV_SEC_INV_FREQ), inv_freq, planes * sizeof *inv_freq) == 0) {
+                c->tables[i] = c->tables[j];
+                break;
+            }
+        }
+        if (c->tables[i].cos != NULL)
+            continue;
+        float *cosine = at, *sine = at + (size_t)planes * AKV_TURN_SPAN;
+        at += (size_t)planes * AKV_TURN_SPAN * 2;
+        for (uint32_t j = 0; j < planes; j++) {
+            /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */
+            double co = cos(inv_freq[j]), si = sin(inv_freq[j]), x = 1.0, y = 0.0;
+            for (uint32_t o = 0; o < AKV_TURN_SPAN; o++) {
+                cosine[(size_t)o * planes + j] = (float)x;
+                sine[(size_t)o * planes + j] = (float)y;
+                double next = x * co - y * si;
+                y = x * si + y * co;
+                x = next;
+            }
+        }
+        c->tables[i].cos = cosine;
+        c->tables[i].sin = sine;
+    }
+}
+
+static akv_scratch *claim_scratch(akv_call *c, uint32_t *slot)
+{
+    for (;;)
+        for (uint32_t i = 0; i < c->num_slots; i++)
+            if (!atomic_flag_test_and_set_explicit(&c->slots[i], memory_order_acquire)) {
+                *slot = i;
+                return &c->scratch[i];
+            }
+}
+
+static void run_task(void *opaque, size_t index)
+{
+    akv_call *c = opaque;
+    const akv_attend_params *p = c->params;
+    akv_partial *out = &c->partials[index];
+    akv_task task = {p, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0};
+    size_t part = index % c->num_parts;
+    uint32_t slot;
+    akv_scratch *scratch = claim_scratch(c, &slot);
+
+    for (uint32_t r = 0; r < c->rows; r++) {
+        out->max[r] = -INFINITY;
+        out->sum[r] = 0.0f;
+    }
+    memset(out->acc, 0, (size_t)c->rows * p->head_dim_v * sizeof(float));
+
+    uint64_t tokens = p->tail_tokens;
+    uint32_t i = 0;
+    for (; i < p->num_segments; i++) {
+        size_t parts = parts_of(akv_header_of(p->segments[i])->num_tokens);
+        if (part < parts) {
+            tokens = akv_header_of(p->segments[i])->num_tokens;
+            break;
+        }
+        part -= parts;
+    }
+    uint64_t size = part_tokens(tokens);
+    task.begin = part * size;
+    task.end = tokens - task.begin < size ? tokens : task.begin + size;
+    if (i == p->num_segments) {
+        akv_attend_dense(&task, &p->tail_keys, &p->tail_values, true, scratch, out);
+    } else if (akv_header_of(p->segments[i])->kind == AKV_SEGMENT_COMPRESSED) {
+        akv_attend_compressed(&task, p->segments[i], &c->tables[i], scratch, out);
+    } else {
+        akv_dtype dtype = (akv_dtype)akv_header_of(p->segments[i])->dense_dtype;
+        akv_tensor k = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE), dtype, tokens, p->head_dim_k);
+        akv_tensor v = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE + 1), dtype, tokens, p->head_dim_v);
+        akv_attend_dense(&task, &k, &v, false, scratch, out);
+    }
+    atomic_flag_clear_explicit(&c->slots[slot], memory_order_release);
+}
+
+/* Merge the parts of every row in order, add the sink, normalise, write out. */
+static void merge_rows(const akv_call *c)
+{
+    const akv_attend_params *p = c->params;
+    const uint32_t dv = p->head_dim_v, T = p->num_queries;
+    for (uint32_t head = 0; head < p->num_kv_heads; head++)
+        for (uint32_t r = 0; r < c->rows; r++) {
+            uint32_t row = c->row0 + r, q = head * p->gqa_group + row / T, t = row % T;
+            float *out = p->out + (int64_t)q * p->out_stride_head + (int64_t)t * p->out_stride_token;
+            const akv_partial *partial = c->partials + (size_t)head * c->num_parts;
+            float max = p->sinks != NULL ? p->sinks[q] : -INFINITY, sum = 0.0f;
+            bool nan = false;
+            for (size_t i = 0; i < c->num_parts; i++) {
+                max = partial[i].max[r] > max ? partial[i].max[r] : max;
+                nan |= partial[i].sum[r] != partial[i].sum[r];
+            }
+            for (uint32_t d = 0; d < dv; d++)
+                out[d] = 0.0f;
+            if (max != -INFINITY || nan) {
+                if (p->sinks != NULL)
+                    sum += expf(p->sinks[q] - max);
+                for (size_t i = 0; i < c->num_parts; i++) {
+                    if (partial[i].max[r] == -INFINITY && partial[i].sum[r] == 0.0f)
+                        continue;
+                    float w = nan ? NAN : expf(partial[i].max[r] - max);
+                    sum += w * partial[i].sum[r];
+                    akv_axpy_f32(w, partial[i].acc + (size_t)r * dv, out, dv);
+                }
+                float inverse = 1.0f / sum;
+                for (uint32_t d = 0; d < dv; d++)
+                    out[d] *= inverse;
+            }
+            if (p->state_max != NULL)
+                p->state_max[(size_t)q * T + t] = max;
+            if (p->state_sum != NULL)
+                p->state_sum[(size_t)q * T + t] = sum;
+        }
+}
+
+akv_status akv_attend_workspace_bytes(const akv_attend_params *params, size_t *bytes, akv_diag *diag)
+{
+    if (bytes == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "bytes must not be NULL");
+    AKV_TRY(check_params(params, diag));
+    akv_call call;
+    memset(&call, 0, sizeof call);
+    call.params = params;
+    akv_arena arena = {NULL, 0, false};
+    carve(&call, &arena);
+    if (arena.overflow)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the workspace of this shape does not fit into memory");
+    *bytes = arena.used;
+    return AKV_OK;
+}
+
+akv_status akv_attend(const akv_attend_params *params, void *workspace, size_t workspace_bytes, akv_diag *diag)
+{
+    size_t need = 0;
+    AKV_TRY(akv_attend_workspace_bytes(params, &need, diag));
+    AKV_TRY(check_data(params, diag));
+    if (workspace == NULL || (uintptr_t)workspace % AKV_ALIGN != 0)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the workspace must be a 64-byte aligned buffer");
+    if (workspace_bytes < need)
+        return akv_fail(diag, AKV_E_NO_SPACE, "the workspace has %zu bytes; this call needs %zu (akv_attend_workspace_bytes)",
+                        workspace_bytes, need);
+    akv_call call;
+    memset(&call, 0, sizeof call);
+    call.params = params;
+    akv_arena arena = {workspace, 0, false};
+    carve(&call, &arena);
+    make_tables(&call);
+
+    uint64_t rows = (uint64_t)params->gqa_group * params->num_queries;
+    for (uint64_t row0 = 0; row0 < rows; row0 += call.chunk_rows) {
+        call.row0 = (uint32_t)row0;
+        call.rows = rows - row0 < call.chunk_rows ? (uint32_t)(rows - row0) : call.chunk_rows;
+        if (call.num_parts > 0)
+            akv_parallel_for(params->executor, run_task, &call, params->num_kv_heads * call.num_parts);
+        merge_rows(&call);
+    }
+    return AKV_OK;
+}

@@ -1,0 +1,75 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * attend.h - the parts of attention. One task = one KV head x one part (a range of one segment, or of the tail) and a
+ * chunk of query rows; it leaves a mergeable partial state. Row r of a group is query head g = r / T, query t = r % T.
+ */
+#ifndef AKV_ATTEND_H
+#define AKV_ATTEND_H
+
+#include "core/arena.h"
+#include "core/segment.h"
+#include "kernels/kernels.h"
+
+#include <stdatomic.h>
+
+/* Most query rows handled together: bounds the workspace when many query tokens come at once. */
+#define AKV_ATTEND_ROWS 32u
+/* Positions are turned as (multiple of this) + offset; offsets have a table. */
+#define AKV_TURN_SPAN 64
+
+/* Partial softmax state of one (head, part): max, sum and unnormalised output per row. */
+typedef struct akv_partial {
+    float *max; /* [rows] */
+    float *sum; /* [rows] */
+    float *acc; /* [rows, d_v] */
+} akv_partial;
+
+/* Scratch of one running task. */
+typedef struct akv_scratch {
+    float *query;   /* [rows, d_k] f32 */
+    float *turned;  /* [rows, d_k] plane order, turned back to the current span */
+    float *rotated; /* [rows, d_k] Hd q */
+    float *logits;  /* [rows, AKV_BLOCK_TOKENS] */
+    float *hist;    /* [rows, k] */
+    float *coded;   /* [rows, d_v] value residuals in the transformed domain */
+    float *group;   /* [max(d_k, d_v), AKV_GROUP_LANES] */
+    float *vector;  /* [max(d_k, d_v)] */
+    double *phase;  /* [4, rotary_dim / 2] cos, sin of the span; cos, sin of one span's step */
+} akv_scratch;
+
+/* cos/sin of the offsets inside a span, [AKV_TURN_SPAN, rotary_dim / 2] each; shared by all tasks of a call. */
+typedef struct akv_turn_table {
+    const float *cos;
+    const float *sin;
+} akv_turn_table;
+
+typedef struct akv_task {
+    const akv_attend_params *params;
+    uint32_t kv_head;
+    uint32_t row0;
+    uint32_t rows;
+    uint64_t begin; /* tokens of the part */
+    uint64_t end;
+} akv_task;
+
+/* Load the task's query rows into scratch->query as f32. */
+void akv_load_queries(const akv_task *task, akv_scratch *scratch);
+
+/*
+ * Fold one block of n logits per row (already capped and masked; row stride AKV_BLOCK_TOKENS) into the running max and
+ * sum: on return logits hold exp(logit - max), and scale[r] is the factor by which what row r accumulated before shrinks.
+ */
+void akv_softmax_block(float *logits, uint32_t rows, uint32_t n, float *max, float *sum, float *scale);
+
+/* Logit soft-cap over n values; cap == 0 leaves them. */
+void akv_softcap(float *logits, uint32_t n, float cap);
+
+/* One part of a compressed segment. */
+void akv_attend_compressed(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
+                           akv_partial *out);
+
+/* One part of dense keys and values (tail, or a dense segment); masked: apply the tail's mask or causality. */
+void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_tensor *values, bool masked, akv_scratch *scratch,
+                      akv_partial *out);
+
+#endif
