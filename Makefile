@@ -26,7 +26,7 @@ check: deps
 
 demo: build
 	@tools/deps.sh model
-	@demo/run.sh
+	@python3 demo/demo.py
 
 install: build
 	DESTDIR='$(DESTDIR)' cmake --install build/release --prefix '$(PREFIX)'
