@@ -159,6 +159,9 @@ def fetch(project, filename, sha256, out):
             raise OSError("sha256 is %s, expected %s; the download was thrown away" % (found, sha256))
         except (OSError, urllib.error.URLError, json.JSONDecodeError) as error:
             final = isinstance(error, urllib.error.HTTPError) and error.code in (401, 403, 404, 410)
+            if isinstance(getattr(error, "reason", None), ssl.SSLCertVerificationError):
+                raise FetchError("%s: %s; behind a proxy with its own authority set SSL_CERT_FILE to the file with its "
+                                 "certificate" % (filename, error.reason)) from None
             if final or attempt == TRIES:
                 raise FetchError("%s: %s" % (filename, error)) from None
             print("fetch_pypi: try %d of %d: %s" % (attempt, TRIES, error), file=sys.stderr)
