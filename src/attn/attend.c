@@ -5,15 +5,13 @@
  * Parts depend on shapes only, so the merge order and every bit of the result are the same for any number of threads.
  */
 #include "attn/attend.h"
-#include "core/rope.h"
 #include "core/sizes.h"
+#include "core/slots.h"
 
 /* A part is at least this many tokens, and a segment has at most this many parts: the k x d_v product that ends each
  * part of a compressed segment then stays small beside the part itself. */
 #define PART_TOKENS 4096u
 #define MOST_PARTS 8u
-
-#define MOST_WORKERS 4096u
 
 typedef struct akv_call {
     const akv_attend_params *params;
@@ -124,11 +122,8 @@ static void carve(akv_call *c, akv_arena *arena)
         most_planes = planes > most_planes ? planes : most_planes;
         table_floats += (uint64_t)planes * AKV_TURN_SPAN * 2;
     }
-    uint32_t workers = p->executor != NULL && p->executor->parallel_for != NULL ? p->executor->max_workers : 1;
-    c->num_slots = workers < 1 ? 1 : workers > MOST_WORKERS ? MOST_WORKERS : workers;
     uint64_t tasks = (uint64_t)p->num_kv_heads * c->num_parts;
-    if (tasks < c->num_slots)
-        c->num_slots = tasks == 0 ? 1 : (uint32_t)tasks;
+    c->num_slots = akv_num_slots(p->executor, tasks);
 
     uint64_t r = c->chunk_rows, dk = p->head_dim_k, dv = p->head_dim_v, dim = dk > dv ? dk : dv;
     c->slots = AKV_TAKE(arena, atomic_flag, c->num_slots);
@@ -203,16 +198,6 @@ static void make_tables(akv_call *c)
     }
 }
 
-static akv_scratch *claim_scratch(akv_call *c, uint32_t *slot)
-{
-    for (;;)
-        for (uint32_t i = 0; i < c->num_slots; i++)
-            if (!atomic_flag_test_and_set_explicit(&c->slots[i], memory_order_acquire)) {
-                *slot = i;
-                return &c->scratch[i];
-            }
-}
-
 static void run_task(void *opaque, size_t index)
 {
     akv_call *c = opaque;
@@ -220,8 +205,8 @@ static void run_task(void *opaque, size_t index)
     akv_partial *out = &c->partials[index];
     akv_task task = {p, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0};
     size_t part = index % c->num_parts;
-    uint32_t slot;
-    akv_scratch *scratch = claim_scratch(c, &slot);
+    uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
+    akv_scratch *scratch = &c->scratch[slot];
 
     for (uint32_t r = 0; r < c->rows; r++) {
         out->max[r] = -INFINITY;
@@ -252,7 +237,7 @@ static void run_task(void *opaque, size_t index)
         akv_tensor v = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE + 1), dtype, tokens, p->head_dim_v);
         akv_attend_dense(&task, &k, &v, false, scratch, out);
     }
-    atomic_flag_clear_explicit(&c->slots[slot], memory_order_release);
+    akv_return_slot(c->slots, slot);
 }
 
 /* Merge the parts of every row in order, add the sink, normalise, write out. */

@@ -5,6 +5,7 @@
 
 #include "anchorkv/akv_experimental.h"
 #include "core/arena.h"
+#include "core/rope.h"
 #include "core/segment.h"
 #include "core/sizes.h"
 
@@ -20,5 +21,99 @@ void akv_header_from_layer(akv_header *header, const akv_layer *layer);
 /* All tokens, or with kept [H, num_kept] a subset per head. The layer has been checked. */
 akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_dense_reason reason, const uint32_t *kept,
                           uint64_t num_kept, uint64_t budget_bytes, akv_segment **out, akv_diag *diag);
+
+/* plan.c */
+akv_status akv_check_config(const akv_config *config, akv_diag *diag);
+/* akv_plan that also leaves the laid-out header (kind, anchors, residual counts, sections); header starts zeroed. */
+akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, akv_header *header, akv_plan_info *info,
+                           akv_diag *diag);
+
+/* Tokens handled as one matrix; and the range of tokens one task handles (fixed, so that results do not depend on threads). */
+#define AKV_TILE_TOKENS 256u
+#define AKV_RANGE_TOKENS 4096u
+/* Anchors compared at once. */
+#define AKV_ANCHOR_TILE 1024u
+
+/* Scratch of one running task of compression. */
+typedef struct akv_codec_scratch {
+    float *post;   /* [TILE, d_k] keys as given */
+    float *pre;    /* [TILE, d_k] keys in anchor space; later post-RoPE key residuals */
+    float *value;  /* [TILE, d_v] values; later value residuals */
+    float *logits; /* [rows, TILE] */
+    float *errors; /* [rows, TILE] */
+    float *cross;  /* [rows, TILE] */
+    float *sims;   /* [TILE, min(k, ANCHOR_TILE)] */
+    float *best;   /* [TILE] */
+    float *vector; /* [AKV_MAX_HEAD_DIM] */
+    double *phase; /* [4, rotary_dim / 2] */
+} akv_codec_scratch;
+
+/* Everything one compression holds; the steps below run over it in order. rows = G * W observation rows of a head. */
+typedef struct akv_job {
+    const akv_layer *layer;
+    const akv_config *config;
+    const akv_experiment *experiment;
+    akv_header *header;
+    uint64_t S;
+    uint32_t H, G, W, k, rows, dk, dv;
+    uint64_t num_ranges;
+    uint64_t seed; /* of this layer */
+    uint8_t *blob; /* NULL in the eviction baseline */
+
+    float *queries;   /* [H, rows, d_k] */
+    float *part_max;  /* [H, ranges, rows] */
+    float *part_sum;  /* [H, ranges, rows] */
+    float *part_out;  /* [H, ranges, rows, d_v] */
+    float *max;       /* [H, rows] softmax over all tokens */
+    float *inverse;   /* [H, rows] 1 / sum */
+    float *output;    /* [H, rows, d_v] attention outputs y */
+    float *output_sq; /* [H, rows] |y|^2 */
+    float *score;     /* [H, S] attention received, summed over W, averaged over G */
+    float *pooled;    /* [H, S] the same pooled along positions; earlier positions only */
+    uint32_t *anchor_of; /* [H, S] own anchor slot + 1 of an anchor token, else 0 */
+    float *unit[AKV_SIDES];    /* [H, k, dim] anchors as stored, divided by their norm (0 for a zero anchor) */
+    float *rank[AKV_SIDES];    /* [H, S] what residuals compete with; < 0 for anchors */
+
+    uint32_t num_slots;
+    atomic_flag *slots;
+    akv_codec_scratch *scratch;
+} akv_job;
+
+/* compress.c: scratch of a job in one allocation (arena), mask [H, S] inside it; and the finiteness of all inputs. */
+akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
+                         akv_header *header, uint8_t **mask, akv_arena *arena, akv_diag *diag);
+void akv_job_end(akv_job *job, akv_arena *arena);
+akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv_diag *diag);
+
+/* observe.c: two passes over the keys: softmax statistics of the observation queries, then scores and outputs. */
+void akv_observe(akv_job *job);
+/* Logits of rows x n keys (row stride AKV_TILE_TOKENS), scaled, capped and causal, of tokens [t0, t0 + n). */
+void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *keys, float *logits);
+/* Average pooling of width `width` over [0, n) of every head's score (zero padded) into pooled. */
+void akv_pool_scores(akv_job *job, uint64_t n, uint32_t width);
+
+/* anchors.c */
+void akv_choose_anchors(akv_job *job);
+/* The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win. */
+void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask);
+
+/* project.c: nearest anchor and coefficient of every token, and what its residual is worth. */
+void akv_project(akv_job *job);
+/* Residual of one token as it is coded: post-RoPE for keys, f32 [dim]. */
+void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out);
+
+/* quantise.c: give the slots to the highest ranks (mask is scratch, [H, S]), then code the residuals. */
+void akv_select_owners(akv_job *job, uint8_t *mask);
+void akv_code_residuals(akv_job *job);
+
+static inline int64_t akv_position_of(const akv_layer *layer, uint64_t token)
+{
+    return layer->positions ? layer->positions[token] : (int64_t)layer->first_position + (int64_t)token;
+}
+
+static inline void *akv_job_section(const akv_job *job, int id)
+{
+    return job->blob + job->header->sections[id].offset;
+}
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* segment.c - life of a segment object: create, retain, release, describe. */
 #include "core/segment.h"
+#include "core/sizes.h"
 
 akv_segment *akv_segment_new(const akv_allocator *allocator, size_t blob_bytes)
 {
@@ -41,6 +42,22 @@ const void *akv_segment_data(const akv_segment *segment, size_t *bytes)
     return segment == NULL ? NULL : segment->blob;
 }
 
+void akv_header_bytes(const akv_header *h, akv_bytes *b)
+{
+    const akv_section *s = h->sections;
+    memset(b, 0, sizeof *b);
+    b->object = AKV_SEGMENT_OBJECT_BYTES;
+    b->total = b->object + h->total_bytes;
+    b->anchors = s[AKV_SEC_ANCHORS].bytes + s[AKV_SEC_ANCHORS + 1].bytes;
+    b->positions = s[AKV_SEC_POSITIONS].bytes + s[AKV_SEC_ANCHOR_TOKENS].bytes;
+    b->index = s[AKV_SEC_INDEX].bytes + s[AKV_SEC_INDEX + 1].bytes;
+    b->coefficients = s[AKV_SEC_COEFF].bytes + s[AKV_SEC_COEFF + 1].bytes;
+    b->level_maps = s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes + s[AKV_SEC_RANKS].bytes + s[AKV_SEC_RANKS + 1].bytes;
+    b->residuals = s[AKV_SEC_GAINS].bytes + s[AKV_SEC_GAINS + 1].bytes + s[AKV_SEC_CODES].bytes + s[AKV_SEC_CODES + 1].bytes;
+    b->dense = s[AKV_SEC_DENSE].bytes + s[AKV_SEC_DENSE + 1].bytes;
+    b->header = h->total_bytes - (b->anchors + b->positions + b->index + b->coefficients + b->level_maps + b->residuals + b->dense);
+}
+
 akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *out, akv_diag *diag)
 {
     if (segment == NULL || out == NULL)
@@ -63,7 +80,7 @@ akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *ou
     out->shape.has_positions = h->sections[AKV_SEC_POSITIONS].offset != 0;
     out->first_position = h->first_position;
     out->last_position = h->last_position;
-    out->dense_bytes = h->num_tokens * h->num_kv_heads * (h->head_dim[0] + h->head_dim[1]) * 2;
+    out->dense_bytes = akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
     out->budget_bytes = h->budget_bytes;
     out->num_anchors = h->num_anchors;
     out->residuals_k = h->num_residuals[AKV_SIDE_K];
@@ -73,17 +90,6 @@ akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *ou
     out->seed = h->seed;
     out->dense_dtype = (akv_dtype)h->dense_dtype;
 
-    const akv_section *s = h->sections;
-    akv_bytes *b = &out->bytes;
-    b->object = AKV_SEGMENT_OBJECT_BYTES;
-    b->total = b->object + segment->blob_bytes;
-    b->anchors = s[AKV_SEC_ANCHORS].bytes + s[AKV_SEC_ANCHORS + 1].bytes;
-    b->positions = s[AKV_SEC_POSITIONS].bytes + s[AKV_SEC_ANCHOR_TOKENS].bytes;
-    b->index = s[AKV_SEC_INDEX].bytes + s[AKV_SEC_INDEX + 1].bytes;
-    b->coefficients = s[AKV_SEC_COEFF].bytes + s[AKV_SEC_COEFF + 1].bytes;
-    b->level_maps = s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes + s[AKV_SEC_RANKS].bytes + s[AKV_SEC_RANKS + 1].bytes;
-    b->residuals = s[AKV_SEC_GAINS].bytes + s[AKV_SEC_GAINS + 1].bytes + s[AKV_SEC_CODES].bytes + s[AKV_SEC_CODES + 1].bytes;
-    b->dense = s[AKV_SEC_DENSE].bytes + s[AKV_SEC_DENSE + 1].bytes;
-    b->header = segment->blob_bytes - (b->anchors + b->positions + b->index + b->coefficients + b->level_maps + b->residuals + b->dense);
+    akv_header_bytes(h, &out->bytes);
     return AKV_OK;
 }

@@ -37,4 +37,7 @@ static inline const void *akv_section_of(const akv_segment *segment, int id)
 /* Object and zeroed, header-less blob of blob_bytes (a multiple of 64) in one allocation; NULL when out of memory. */
 akv_segment *akv_segment_new(const akv_allocator *allocator, size_t blob_bytes);
 
+/* Bytes by kind of a laid-out header, the object included. */
+void akv_header_bytes(const akv_header *header, akv_bytes *out);
+
 #endif

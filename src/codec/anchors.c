@@ -1,0 +1,102 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * anchors.c - which tokens become anchors (paper section 3.1): the window, the most attended earlier tokens, and a seeded
+ * uniform sample of the rest, per KV head. The sample matters: attention alone does not cover the directions.
+ */
+#include "codec/codec.h"
+#include "kernels/kernels.h"
+
+/* Order-preserving for floats >= 0. */
+static uint32_t key_of(float x)
+{
+    return x > 0.0f ? akv_bits_f32(x) : 0u;
+}
+
+void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask)
+{
+    memset(mask, 0, n);
+    if (count == 0)
+        return;
+    /* Radix selection, 8 bits at a time: `threshold` is the key of the count-th largest, `ties` how many equal it. */
+    uint32_t prefix = 0, known = 0;
+    uint64_t left = count;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        uint64_t histogram[256] = {0};
+        for (uint64_t i = 0; i < n; i++) {
+            uint32_t key = key_of(values[i]);
+            if (values[i] >= 0.0f && (key & known) == prefix)
+                histogram[(key >> shift) & 0xffu]++;
+        }
+        uint32_t digit = 255;
+        while (digit > 0 && histogram[digit] < left) {
+            left -= histogram[digit];
+            digit--;
+        }
+        prefix |= digit << shift;
+        known |= 0xffu << shift;
+    }
+    uint64_t ties = left;
+    for (uint64_t i = 0; i < n; i++) {
+        if (!(values[i] >= 0.0f))
+            continue;
+        uint32_t key = key_of(values[i]);
+        if (key > prefix) {
+            mask[i] = 1;
+        } else if (key == prefix && ties > 0) {
+            mask[i] = 1;
+            ties--;
+        }
+    }
+}
+
+/* Mark `need` of the unmarked tokens of [0, n), every subset equally likely (selection sampling). */
+static void sample_rest(uint8_t *mask, uint64_t n, uint64_t taken, uint64_t need, akv_rng *rng)
+{
+    uint64_t left = n - taken;
+    for (uint64_t i = 0; i < n && need > 0; i++) {
+        if (mask[i])
+            continue;
+        if (akv_rng_below(rng, left) < need) {
+            mask[i] = 1;
+            need--;
+        }
+        left--;
+    }
+}
+
+static void store_anchors(akv_job *job, uint32_t head, const uint8_t *mask)
+{
+    uint32_t *tokens = (uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k;
+    uint32_t *anchor_of = job->anchor_of + head * job->S;
+    uint32_t count = 0;
+    memset(anchor_of, 0, job->S * sizeof *anchor_of);
+    for (uint64_t t = 0; t < job->S; t++)
+        if (mask[t]) {
+            tokens[count] = (uint32_t)t;
+            anchor_of[t] = ++count;
+        }
+}
+
+static void anchors_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    const uint32_t head = (uint32_t)task;
+    const uint64_t earlier = job->S - job->W, free_anchors = job->k - job->W;
+    const akv_experiment *x = job->experiment;
+    /* rank[K] is filled later; until then its memory serves as the mask. */
+    uint8_t *mask = (uint8_t *)(job->rank[AKV_SIDE_K] + head * job->S);
+    uint64_t top = x->no_random_anchors ? free_anchors : (uint64_t)(x->rho * (double)free_anchors);
+    if (top > earlier)
+        top = earlier;
+    akv_take_largest(job->pooled + head * job->S, earlier, top, mask);
+    akv_rng rng = akv_rng_stream(job->seed, AKV_RNG_ANCHORS, head);
+    sample_rest(mask, earlier, top, free_anchors - top, &rng);
+    memset(mask + earlier, 1, job->W);
+    store_anchors(job, head, mask);
+}
+
+void akv_choose_anchors(akv_job *job)
+{
+    akv_pool_scores(job, job->S - job->W, job->experiment->pool_width);
+    akv_parallel_for(job->config->executor, anchors_task, job, job->H);
+}

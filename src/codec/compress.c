@@ -1,0 +1,159 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* compress.c - one layer in, one segment out: the steps of the method in their order. */
+#include "codec/codec.h"
+#include "core/slots.h"
+
+/* Carve all scratch of a job (or count it when the arena has no base). */
+static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
+{
+    const uint64_t H = job->H, S = job->S, rows = job->rows, k = job->k, dk = job->dk, dv = job->dv;
+    const uint64_t planes = job->header->rotary_dim / 2;
+    const uint64_t parts = H * job->num_ranges;
+    job->num_slots = akv_num_slots(job->config->executor, UINT64_MAX);
+    job->queries = AKV_TAKE(arena, float, H * rows * dk);
+    job->part_max = AKV_TAKE(arena, float, parts * rows);
+    job->part_sum = AKV_TAKE(arena, float, parts * rows);
+    job->part_out = AKV_TAKE(arena, float, parts * rows * dv);
+    job->max = AKV_TAKE(arena, float, H * rows);
+    job->inverse = AKV_TAKE(arena, float, H * rows);
+    job->output = AKV_TAKE(arena, float, H * rows * dv);
+    job->output_sq = AKV_TAKE(arena, float, H * rows);
+    job->score = AKV_TAKE(arena, float, H * S);
+    job->pooled = AKV_TAKE(arena, float, H * S);
+    job->rank[AKV_SIDE_K] = AKV_TAKE(arena, float, H * S);
+    job->rank[AKV_SIDE_V] = AKV_TAKE(arena, float, H * S);
+    job->anchor_of = AKV_TAKE(arena, uint32_t, H * S);
+    job->unit[AKV_SIDE_K] = AKV_TAKE(arena, float, H * k * dk);
+    job->unit[AKV_SIDE_V] = AKV_TAKE(arena, float, H * k * dv);
+    *mask = AKV_TAKE(arena, uint8_t, H * S);
+    job->slots = AKV_TAKE(arena, atomic_flag, job->num_slots);
+    job->scratch = AKV_TAKE(arena, akv_codec_scratch, job->num_slots);
+    for (uint32_t i = 0; i < job->num_slots; i++) {
+        akv_codec_scratch s;
+        s.post = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dk);
+        s.pre = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dk);
+        s.value = AKV_TAKE(arena, float, AKV_TILE_TOKENS * dv);
+        s.logits = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
+        s.errors = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
+        s.cross = AKV_TAKE(arena, float, rows * AKV_TILE_TOKENS);
+        s.sims = AKV_TAKE(arena, float, (uint64_t)AKV_TILE_TOKENS * AKV_ANCHOR_TILE);
+        s.best = AKV_TAKE(arena, float, AKV_TILE_TOKENS);
+        s.vector = AKV_TAKE(arena, float, AKV_MAX_HEAD_DIM);
+        s.phase = AKV_TAKE(arena, double, 4 * planes);
+        if (arena->base != NULL) {
+            job->scratch[i] = s;
+            atomic_flag_clear(&job->slots[i]);
+        }
+    }
+}
+
+akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
+                         akv_header *header, uint8_t **mask, akv_arena *arena, akv_diag *diag)
+{
+    const akv_shape *s = &layer->shape;
+    memset(job, 0, sizeof *job);
+    job->layer = layer;
+    job->config = config;
+    job->experiment = experiment;
+    job->header = header;
+    job->S = s->num_tokens;
+    job->H = s->num_kv_heads;
+    job->G = s->gqa_group;
+    job->W = s->num_queries;
+    job->k = header->num_anchors;
+    job->rows = job->G * job->W;
+    job->dk = s->head_dim_k;
+    job->dv = s->head_dim_v;
+    job->num_ranges = akv_div_up(job->S, AKV_RANGE_TOKENS);
+    job->seed = akv_mix64(config->seed ^ akv_mix64((uint64_t)(int64_t)layer->layer_index));
+    memset(arena, 0, sizeof *arena);
+    carve(job, arena, mask);
+    if (arena->overflow)
+        return akv_fail(diag, AKV_E_NO_MEMORY, "the scratch of this shape does not fit into memory");
+    size_t bytes = arena->used;
+    uint8_t *memory = akv_alloc(config->allocator, bytes);
+    if (memory == NULL)
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of scratch", bytes);
+    arena->base = memory;
+    arena->used = 0;
+    carve(job, arena, mask);
+    return AKV_OK;
+}
+
+void akv_job_end(akv_job *job, akv_arena *arena)
+{
+    akv_free(job->config->allocator, arena->base, arena->used);
+}
+
+akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv_diag *diag)
+{
+    const akv_shape *s = &layer->shape;
+    AKV_TRY(akv_check_finite(layer, &layer->keys, "keys", s->num_kv_heads, s->num_tokens, s->head_dim_k, config, diag));
+    AKV_TRY(akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config, diag));
+    return akv_check_finite(layer, &layer->queries, "queries", s->num_kv_heads * s->gqa_group, s->num_queries, s->head_dim_k,
+                            config, diag);
+}
+
+akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)
+{
+    if (out == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
+    AKV_TRY(akv_check_config(config, diag));
+    if (layer == NULL || layer->struct_size < sizeof *layer)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer must come from akv_layer_init");
+    AKV_TRY(akv_check_layer(layer, layer->shape.num_tokens > layer->shape.num_queries, diag));
+
+    akv_shape shape = layer->shape;
+    shape.has_positions = !akv_positions_consecutive(layer);
+    shape.dtype = akv_layer_dtype(layer);
+    akv_header header, planned;
+    akv_plan_info info;
+    memset(&planned, 0, sizeof planned);
+    AKV_TRY(akv_plan_header(&shape, config, &planned, &info, diag));
+    if (info.kind == AKV_SEGMENT_DENSE)
+        return akv_make_dense(layer, config, info.dense_reason, NULL, 0, info.budget_bytes, out, diag);
+    AKV_TRY(akv_check_input(layer, config, diag));
+
+    akv_header_from_layer(&header, layer);
+    akv_experiment defaults;
+    akv_experiment_init(&defaults);
+    const akv_experiment *experiment = config->experiment != NULL ? config->experiment : &defaults;
+    header.kind = planned.kind;
+    header.profile = (uint32_t)config->profile;
+    header.budget_bytes = planned.budget_bytes;
+    header.num_anchors = planned.num_anchors;
+    header.total_bytes = planned.total_bytes;
+    memcpy(header.num_residuals, planned.num_residuals, sizeof header.num_residuals);
+    memcpy(header.sections, planned.sections, sizeof header.sections);
+    header.flags = (experiment->anchor_space == AKV_ANCHOR_POST_ROPE ? AKV_FLAG_ANCHORS_POST_ROPE : 0u) |
+                   (experiment->code_rule == AKV_CODE_PLAIN_UNIFORM ? AKV_FLAG_PLAIN_CODES : 0u);
+
+    akv_segment *segment = akv_segment_new(config->allocator, header.total_bytes);
+    if (segment == NULL)
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)header.total_bytes);
+    akv_job job;
+    akv_arena arena;
+    uint8_t *mask = NULL;
+    akv_status status = akv_job_begin(&job, layer, config, experiment, &header, &mask, &arena, diag);
+    if (status != AKV_OK) {
+        akv_segment_release(segment);
+        return status;
+    }
+    header.seed = job.seed;
+    job.blob = (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES;
+    memcpy(job.blob, &header, sizeof header);
+    if (shape.rotary_dim != 0)
+        memcpy(akv_job_section(&job, AKV_SEC_INV_FREQ), layer->rope.inv_freq, shape.rotary_dim / 2 * sizeof(double));
+    if (shape.has_positions)
+        memcpy(akv_job_section(&job, AKV_SEC_POSITIONS), layer->positions, shape.num_tokens * sizeof(int32_t));
+
+    akv_observe(&job);
+    akv_choose_anchors(&job);
+    akv_project(&job);
+    akv_select_owners(&job, mask);
+    akv_code_residuals(&job);
+
+    akv_job_end(&job, &arena);
+    *out = segment;
+    return AKV_OK;
+}
