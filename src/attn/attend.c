@@ -15,6 +15,7 @@
 
 typedef struct akv_call {
     const akv_attend_params *params;
+    const akv_kernels *kernels;
     uint32_t rows;       /* of this chunk */
     uint32_t row0;
     uint32_t chunk_rows; /* the most rows of any chunk */
@@ -203,7 +204,7 @@ static void run_task(void *opaque, size_t index)
     akv_call *c = opaque;
     const akv_attend_params *p = c->params;
     akv_partial *out = &c->partials[index];
-    akv_task task = {p, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0};
+    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0};
     size_t part = index % c->num_parts;
     uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
     akv_scratch *scratch = &c->scratch[slot];
@@ -308,6 +309,7 @@ akv_status akv_attend(const akv_attend_params *params, void *workspace, size_t w
     akv_call call;
     memset(&call, 0, sizeof call);
     call.params = params;
+    call.kernels = akv_kernels_best();
     akv_arena arena = {workspace, 0, false};
     carve(&call, &arena);
     make_tables(&call);

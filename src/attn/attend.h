@@ -45,6 +45,7 @@ typedef struct akv_turn_table {
 
 typedef struct akv_task {
     const akv_attend_params *params;
+    const akv_kernels *kernels;
     uint32_t kv_head;
     uint32_t row0;
     uint32_t rows;
@@ -56,13 +57,15 @@ typedef struct akv_task {
 void akv_load_queries(const akv_task *task, akv_scratch *scratch);
 
 /*
- * Fold one block of n logits per row (already capped and masked; row stride AKV_BLOCK_TOKENS) into the running max and
- * sum: on return logits hold exp(logit - max), and scale[r] is the factor by which what row r accumulated before shrinks.
+ * Fold one block of n unscaled logits per row (row stride AKV_BLOCK_TOKENS) into the running max and sum: scaled, capped,
+ * and where masked is set hidden or shifted by the tail's mask. On return logits hold exp(logit - max), and shrink[r] is
+ * the factor by which what row r accumulated before must be multiplied. b0 = first token of the block within the tail.
  */
-void akv_softmax_block(float *logits, uint32_t rows, uint32_t n, float *max, float *sum, float *scale);
+void akv_softmax_block(const akv_task *task, float *logits, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
+                       float *shrink);
 
-/* Logit soft-cap over n values; cap == 0 leaves them. */
-void akv_softcap(float *logits, uint32_t n, float cap);
+/* rows[r][0..width) *= shrink[r]. */
+void akv_shrink_rows(float *rows, uint32_t count, uint32_t width, const float *shrink);
 
 /* One part of a compressed segment. */
 void akv_attend_compressed(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,

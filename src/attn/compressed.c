@@ -49,6 +49,7 @@ static void turn_queries(akv_range *c, int64_t span)
 static void anchor_logits(akv_range *c, uint64_t b0, uint32_t n)
 {
     const akv_header *h = c->header;
+    const akv_kernels *kernels = c->task->kernels;
     const uint32_t dk = c->keys.dim, planes = h->rotary_dim / 2, rows = c->task->rows;
     const bool turn = planes != 0 && !(h->flags & AKV_FLAG_ANCHORS_POST_ROPE);
     akv_scratch *s = c->s;
@@ -56,22 +57,19 @@ static void anchor_logits(akv_range *c, uint64_t b0, uint32_t n)
     for (uint32_t i = 0; i < n; i++) {
         uint64_t token = b0 + i;
         const uint16_t *anchor = c->keys.anchors + (size_t)akv_view_index(&c->keys, token) * dk;
-        const float *query = s->query;
-        if (turn) {
-            int64_t position = c->positions ? c->positions[token] : (int64_t)h->first_position + (int64_t)token;
-            int64_t span = position >= 0 ? position / AKV_TURN_SPAN : -((AKV_TURN_SPAN - 1 - position) / AKV_TURN_SPAN);
-            size_t offset = (size_t)(position - span * AKV_TURN_SPAN) * planes;
-            if (span != c->span)
-                turn_queries(c, span);
-            akv_turn_bf16(anchor, dk, h->rotary_dim, (akv_rope_style)h->rope_style, c->table->cos + offset,
-                          c->table->sin + offset, s->vector);
-            query = s->turned;
-        } else {
-            akv_turn_bf16(anchor, dk, 0, AKV_ROPE_HALF_SPLIT, NULL, NULL, s->vector);
-        }
         float gamma = akv_f16_to_f32(c->keys.coeff[token]);
-        for (uint32_t r = 0; r < rows; r++)
-            s->logits[(size_t)r * AKV_BLOCK_TOKENS + i] = gamma * akv_dot_f32(query + (size_t)r * dk, s->vector, dk);
+        if (!turn) {
+            kernels->anchor_logits(anchor, dk, 0, AKV_ROPE_HALF_SPLIT, NULL, NULL, gamma, s->query, rows, s->logits + i,
+                                   AKV_BLOCK_TOKENS);
+            continue;
+        }
+        int64_t position = c->positions ? c->positions[token] : (int64_t)h->first_position + (int64_t)token;
+        int64_t span = position >= 0 ? position / AKV_TURN_SPAN : -((AKV_TURN_SPAN - 1 - position) / AKV_TURN_SPAN);
+        size_t offset = (size_t)(position - span * AKV_TURN_SPAN) * planes;
+        if (span != c->span)
+            turn_queries(c, span);
+        kernels->anchor_logits(anchor, dk, h->rotary_dim, (akv_rope_style)h->rope_style, c->table->cos + offset,
+                               c->table->sin + offset, gamma, s->turned, rows, s->logits + i, AKV_BLOCK_TOKENS);
     }
 }
 
@@ -88,16 +86,18 @@ static void residual_logits(akv_range *c, uint64_t block, uint32_t n)
     uint32_t count = akv_view_owners(&c->keys, block, n, owners);
     uint64_t first = c->keys.ranks[block];
     const uint32_t dk = c->keys.dim;
+    const akv_kernels *kernels = c->task->kernels;
     for (uint32_t at = 0; at < count; at += AKV_GROUP_LANES) {
         uint32_t g = count - at < AKV_GROUP_LANES ? count - at : AKV_GROUP_LANES;
-        float gains[AKV_GROUP_LANES], dots[AKV_GROUP_LANES];
-        akv_unpack_group(c->keys.codes + (first + at) * c->keys.code_bytes, g, dk, c->keys.levels, c->s->group);
+        float gains[AKV_GROUP_LANES], dots[AKV_ATTEND_ROWS * AKV_GROUP_LANES];
+        kernels->unpack_group(c->keys.codes + (first + at) * c->keys.code_bytes, g, dk, c->keys.levels[2], c->keys.levels[3],
+                              c->s->group);
+        kernels->group_dot(c->s->rotated, c->task->rows, c->s->group, dk, dots);
         group_gains(&c->keys, first + at, g, gains);
         for (uint32_t r = 0; r < c->task->rows; r++) {
             float *logits = c->s->logits + (size_t)r * AKV_BLOCK_TOKENS;
-            akv_group_dot(c->s->rotated + (size_t)r * dk, c->s->group, dk, dots);
             for (uint32_t l = 0; l < g; l++)
-                logits[owners[at + l]] += gains[l] * dots[l];
+                logits[owners[at + l]] += gains[l] * dots[r * AKV_GROUP_LANES + l];
         }
     }
 }
@@ -119,26 +119,20 @@ static void value_residuals(akv_range *c, uint64_t block, uint32_t n)
     uint32_t count = akv_view_owners(&c->values, block, n, owners);
     uint64_t first = c->values.ranks[block];
     const uint32_t dv = c->values.dim;
+    const akv_kernels *kernels = c->task->kernels;
     for (uint32_t at = 0; at < count; at += AKV_GROUP_LANES) {
         uint32_t g = count - at < AKV_GROUP_LANES ? count - at : AKV_GROUP_LANES;
-        float gains[AKV_GROUP_LANES], weights[AKV_GROUP_LANES] = {0};
-        akv_unpack_group(c->values.codes + (first + at) * c->values.code_bytes, g, dv, c->values.levels, c->s->group);
+        float gains[AKV_GROUP_LANES], weights[AKV_ATTEND_ROWS * AKV_GROUP_LANES];
+        kernels->unpack_group(c->values.codes + (first + at) * c->values.code_bytes, g, dv, c->values.levels[2],
+                              c->values.levels[3], c->s->group);
         group_gains(&c->values, first + at, g, gains);
         for (uint32_t r = 0; r < c->task->rows; r++) {
             const float *w = c->s->logits + (size_t)r * AKV_BLOCK_TOKENS;
-            for (uint32_t l = 0; l < g; l++)
-                weights[l] = gains[l] * w[owners[at + l]];
-            akv_group_accumulate(weights, c->s->group, dv, c->s->coded + (size_t)r * dv);
+            for (uint32_t l = 0; l < AKV_GROUP_LANES; l++)
+                weights[r * AKV_GROUP_LANES + l] = l < g ? gains[l] * w[owners[at + l]] : 0.0f;
         }
+        kernels->group_accumulate(weights, c->task->rows, c->s->group, dv, c->s->coded);
     }
-}
-
-static void shrink_rows(float *rows, uint32_t count, uint32_t width, const float *scale)
-{
-    for (uint32_t r = 0; r < count; r++)
-        if (scale[r] != 1.0f)
-            for (uint32_t i = 0; i < width; i++)
-                rows[(size_t)r * width + i] *= scale[r];
 }
 
 /* Hd (sign * q) for the residual logits; with plain codes the query as it is. */
@@ -160,6 +154,7 @@ static void prepare_rows(akv_range *c)
 /* Value anchors and value residuals back to the value space, added to the partial output. */
 static void finish_rows(akv_range *c, akv_partial *out)
 {
+    const akv_kernels *kernels = c->task->kernels;
     const uint32_t dv = c->values.dim, k = c->values.num_anchors;
     const bool plain = c->header->flags & AKV_FLAG_PLAIN_CODES;
     for (uint32_t r = 0; r < c->task->rows; r++) {
@@ -172,12 +167,8 @@ static void finish_rows(akv_range *c, akv_partial *out)
         akv_axpy_f32(1.0f, coded, acc, dv);
     }
     for (uint32_t a = 0; a < k; a++) {
-        akv_turn_bf16(c->values.anchors + (size_t)a * dv, dv, 0, AKV_ROPE_HALF_SPLIT, NULL, NULL, c->s->vector);
-        for (uint32_t r = 0; r < c->task->rows; r++) {
-            float w = c->s->hist[(size_t)r * k + a];
-            if (w != 0.0f)
-                akv_axpy_f32(w, c->s->vector, out->acc + (size_t)r * dv, dv);
-        }
+        kernels->row_f32(c->values.anchors + (size_t)a * dv, AKV_BF16, dv, c->s->vector);
+        kernels->rows_axpy(c->s->hist + a, k, c->task->rows, c->s->vector, dv, out->acc);
     }
 }
 
@@ -186,7 +177,6 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
 {
     const akv_header *h = akv_header_of(segment);
     const uint32_t rows = task->rows, dv = h->head_dim[AKV_SIDE_V], planes = h->rotary_dim / 2;
-    const float sm_scale = (float)task->params->sm_scale;
     akv_range c;
 
     c.task = task;
@@ -211,18 +201,12 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
     for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
         uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
         uint64_t block = b0 / AKV_BLOCK_TOKENS;
-        float scale[AKV_ATTEND_ROWS];
+        float shrink[AKV_ATTEND_ROWS];
         anchor_logits(&c, b0, n);
         residual_logits(&c, block, n);
-        for (uint32_t r = 0; r < rows; r++) {
-            float *l = s->logits + (size_t)r * AKV_BLOCK_TOKENS;
-            for (uint32_t i = 0; i < n; i++)
-                l[i] *= sm_scale;
-            akv_softcap(l, n, (float)task->params->logit_softcap);
-        }
-        akv_softmax_block(s->logits, rows, n, out->max, out->sum, scale);
-        shrink_rows(s->hist, rows, h->num_anchors, scale);
-        shrink_rows(s->coded, rows, dv, scale);
+        akv_softmax_block(task, s->logits, 0, n, false, out->max, out->sum, shrink);
+        akv_shrink_rows(s->hist, rows, h->num_anchors, shrink);
+        akv_shrink_rows(s->coded, rows, dv, shrink);
         value_anchors(&c, b0, n);
         value_residuals(&c, block, n);
     }

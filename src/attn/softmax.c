@@ -12,95 +12,93 @@ void akv_load_queries(const akv_task *task, akv_scratch *scratch)
     }
 }
 
-void akv_softcap(float *logits, uint32_t n, float cap)
+static void soft_cap(float *logits, uint32_t n, float cap)
 {
-    if (cap == 0.0f)
-        return;
     float inverse = 1.0f / cap;
     for (uint32_t i = 0; i < n; i++)
         logits[i] = cap * tanhf(logits[i] * inverse);
 }
 
-void akv_softmax_block(float *logits, uint32_t rows, uint32_t n, float *max, float *sum, float *scale)
+static void apply_mask(const akv_attend_params *p, float *logits, uint32_t t, uint64_t b0, uint32_t n)
 {
-    for (uint32_t r = 0; r < rows; r++) {
+    if (p->tail_mask.data != NULL) {
+        for (uint32_t i = 0; i < n; i++)
+            logits[i] += akv_tensor_at(&p->tail_mask, 0, t, (int64_t)(b0 + i));
+        return;
+    }
+    uint64_t end = p->tail_tokens + t + 1, visible = end > p->num_queries ? end - p->num_queries : 0;
+    for (uint32_t i = 0; i < n; i++)
+        if (b0 + i >= visible)
+            logits[i] = -INFINITY;
+}
+
+void akv_softmax_block(const akv_task *task, float *logits, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
+                       float *shrink)
+{
+    const akv_attend_params *p = task->params;
+    const akv_kernels *kernels = task->kernels;
+    const float cap = (float)p->logit_softcap;
+    for (uint32_t r = 0; r < task->rows; r++) {
         float *l = logits + (size_t)r * AKV_BLOCK_TOKENS;
-        float m = max[r];
-        bool nan = false;
-        for (uint32_t i = 0; i < n; i++) {
-            m = l[i] > m ? l[i] : m;
-            nan |= l[i] != l[i];
+        float m = kernels->scale_max(l, n, (float)p->sm_scale, cap == 0.0f && !masked ? max[r] : -INFINITY);
+        if (cap != 0.0f || masked) {
+            if (cap != 0.0f)
+                soft_cap(l, n, cap);
+            if (masked)
+                apply_mask(p, l, (task->row0 + r) % p->num_queries, b0, n);
+            m = kernels->scale_max(l, n, 1.0f, max[r]);
         }
-        if (m == -INFINITY && !nan) { /* nothing visible yet */
-            memset(l, 0, n * sizeof *l);
-            scale[r] = 1.0f;
+        if (m == -INFINITY) { /* nothing visible yet: weights and their sum are 0 (or NaN, which must not get lost) */
+            sum[r] += kernels->exp_sum(l, n, 0.0f);
+            shrink[r] = 1.0f;
             continue;
         }
-        float shrink = max[r] - m; /* -inf before the first visible token */
-        akv_exp_f32(&shrink, 1);
-        for (uint32_t i = 0; i < n; i++)
-            l[i] -= m;
-        akv_exp_f32(l, n);
-        float acc[16] = {0};
-        uint32_t i = 0;
-        for (; i + 16 <= n; i += 16)
-            for (uint32_t j = 0; j < 16; j++)
-                acc[j] += l[i + j];
-        float total = 0.0f;
-        for (; i < n; i++)
-            total += l[i];
-        for (uint32_t j = 0; j < 16; j++)
-            total += acc[j];
+        shrink[r] = max[r] == -INFINITY ? 0.0f : expf(max[r] - m);
+        sum[r] = sum[r] * shrink[r] + kernels->exp_sum(l, n, m);
         max[r] = m;
-        sum[r] = sum[r] * shrink + total;
-        scale[r] = shrink;
     }
+}
+
+void akv_shrink_rows(float *rows, uint32_t count, uint32_t width, const float *shrink)
+{
+    for (uint32_t r = 0; r < count; r++)
+        if (shrink[r] != 1.0f)
+            for (uint32_t i = 0; i < width; i++)
+                rows[(size_t)r * width + i] *= shrink[r];
+}
+
+/* Row [head, token] as f32: the fast way when its numbers are neighbours. */
+static const float *row_of(const akv_kernels *kernels, const akv_tensor *t, uint32_t head, uint64_t token, uint32_t dim, float *buffer)
+{
+    int64_t at = (int64_t)head * t->stride_head + (int64_t)token * t->stride_token;
+    if (t->stride_dim != 1)
+        akv_tensor_row(t, head, (int64_t)token, dim, buffer);
+    else if (t->dtype == AKV_F32)
+        return (const float *)t->data + at;
+    else
+        kernels->row_f32((const uint16_t *)t->data + at, t->dtype, dim, buffer);
+    return buffer;
 }
 
 void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_tensor *values, bool masked, akv_scratch *s,
                       akv_partial *out)
 {
     const akv_attend_params *p = task->params;
-    const uint32_t dk = p->head_dim_k, dv = p->head_dim_v, T = p->num_queries, rows = task->rows;
-    const float sm_scale = (float)p->sm_scale;
-    const bool causal = masked && p->tail_mask.data == NULL;
+    const akv_kernels *kernels = task->kernels;
+    const uint32_t dk = p->head_dim_k, dv = p->head_dim_v, rows = task->rows;
 
     akv_load_queries(task, s);
     for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
         uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
-        float scale[AKV_ATTEND_ROWS];
-        for (uint32_t i = 0; i < n; i++) {
-            akv_tensor_row(keys, task->kv_head, (int64_t)(b0 + i), dk, s->vector);
-            for (uint32_t r = 0; r < rows; r++)
-                s->logits[(size_t)r * AKV_BLOCK_TOKENS + i] = akv_dot_f32(s->query + (size_t)r * dk, s->vector, dk) * sm_scale;
-        }
-        for (uint32_t r = 0; r < rows; r++) {
-            float *l = s->logits + (size_t)r * AKV_BLOCK_TOKENS;
-            uint32_t t = (task->row0 + r) % T;
-            akv_softcap(l, n, (float)p->logit_softcap);
-            if (causal) {
-                uint64_t visible = p->tail_tokens + t + 1 > T ? p->tail_tokens + t + 1 - T : 0;
-                for (uint32_t i = 0; i < n; i++)
-                    if (b0 + i >= visible)
-                        l[i] = -INFINITY;
-            } else if (masked) {
-                for (uint32_t i = 0; i < n; i++)
-                    l[i] += akv_tensor_at(&p->tail_mask, 0, t, (int64_t)(b0 + i));
-            }
-        }
-        akv_softmax_block(s->logits, rows, n, out->max, out->sum, scale);
-        for (uint32_t r = 0; r < rows; r++)
-            if (scale[r] != 1.0f)
-                for (uint32_t i = 0; i < dv; i++)
-                    out->acc[(size_t)r * dv + i] *= scale[r];
-        for (uint32_t i = 0; i < n; i++) {
-            akv_tensor_row(values, task->kv_head, (int64_t)(b0 + i), dv, s->vector);
-            for (uint32_t r = 0; r < rows; r++) {
-                float w = s->logits[(size_t)r * AKV_BLOCK_TOKENS + i];
-                if (w != 0.0f)
-                    akv_axpy_f32(w, s->vector, out->acc + (size_t)r * dv, dv);
-            }
-        }
+        float shrink[AKV_ATTEND_ROWS];
+        for (uint32_t i = 0; i < n; i++)
+            kernels->rows_dot(s->query, rows, row_of(kernels, keys, task->kv_head, b0 + i, dk, s->vector), dk, 1.0f,
+                              s->logits + i, AKV_BLOCK_TOKENS);
+        akv_softmax_block(task, s->logits, b0, n, masked, out->max, out->sum, shrink);
+        akv_shrink_rows(out->acc, rows, dv, shrink);
+        for (uint32_t i = 0; i < n; i++)
+            kernels->rows_axpy(s->logits + i, AKV_BLOCK_TOKENS, rows,
+                               row_of(kernels, values, task->kv_head, b0 + i, dv, s->vector), dv, out->acc);
     }
 }
 

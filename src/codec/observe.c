@@ -49,6 +49,7 @@ static void statistics_task(void *opaque, size_t task)
     akv_job *job = opaque;
     uint32_t head, slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
+    const akv_kernels *kernels = akv_kernels_best();
     uint64_t begin, end;
     range_of(job, task, &head, &begin, &end);
     float *max = job->part_max + task * job->rows, *sum = job->part_sum + task * job->rows;
@@ -61,20 +62,10 @@ static void statistics_task(void *opaque, size_t task)
         load_tile(&job->layer->keys, head, t0, n, job->dk, s->post);
         akv_observed_logits(job, head, t0, n, s->post, s->logits);
         for (uint32_t r = 0; r < job->rows; r++) {
-            float *l = s->logits + (size_t)r * AKV_TILE_TOKENS, m = max[r];
-            for (uint32_t i = 0; i < n; i++)
-                m = l[i] > m ? l[i] : m;
+            float *l = s->logits + (size_t)r * AKV_TILE_TOKENS, m = kernels->scale_max(l, n, 1.0f, max[r]);
             if (m == -INFINITY)
                 continue;
-            for (uint32_t i = 0; i < n; i++)
-                l[i] -= m;
-            akv_exp_f32(l, n);
-            float shrink = max[r] - m;
-            akv_exp_f32(&shrink, 1);
-            double total = 0.0;
-            for (uint32_t i = 0; i < n; i++)
-                total += l[i];
-            sum[r] = (float)(sum[r] * shrink + total);
+            sum[r] = (max[r] == -INFINITY ? 0.0f : sum[r] * expf(max[r] - m)) + kernels->exp_sum(l, n, m);
             max[r] = m;
         }
     }
@@ -86,6 +77,7 @@ static void scores_task(void *opaque, size_t task)
     akv_job *job = opaque;
     uint32_t head, slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
+    const akv_kernels *kernels = akv_kernels_best();
     uint64_t begin, end;
     range_of(job, task, &head, &begin, &end);
     const float *max = job->max + (size_t)head * job->rows, *inverse = job->inverse + (size_t)head * job->rows;
@@ -100,9 +92,7 @@ static void scores_task(void *opaque, size_t task)
         memset(score, 0, n * sizeof *score);
         for (uint32_t r = 0; r < job->rows; r++) {
             float *l = s->logits + (size_t)r * AKV_TILE_TOKENS;
-            for (uint32_t i = 0; i < n; i++)
-                l[i] -= max[r];
-            akv_exp_f32(l, n);
+            kernels->exp_sum(l, n, max[r]);
             for (uint32_t i = 0; i < n; i++) {
                 l[i] *= inverse[r];
                 score[i] += l[i];

@@ -147,6 +147,7 @@ static void utilities(akv_job *job, uint32_t head, uint32_t n, const float *valu
 {
     const float scale = (float)job->layer->sm_scale, cap = (float)job->layer->logit_softcap;
     const size_t first = (size_t)head * job->rows;
+    const akv_kernels *kernels = akv_kernels_best();
     double u_k[AKV_TILE_TOKENS] = {0}, u_v[AKV_TILE_TOKENS] = {0};
     for (uint32_t r = 0; r < job->rows; r++) {
         float *l = s->logits + (size_t)r * AKV_TILE_TOKENS, *e = s->errors + (size_t)r * AKV_TILE_TOKENS;
@@ -155,9 +156,7 @@ static void utilities(akv_job *job, uint32_t head, uint32_t n, const float *valu
         if (cap != 0.0f)
             for (uint32_t i = 0; i < n; i++)
                 e[i] *= l[i] == -INFINITY ? 0.0f : 1.0f - (l[i] / cap) * (l[i] / cap);
-        for (uint32_t i = 0; i < n; i++)
-            l[i] -= max;
-        akv_exp_f32(l, n);
+        kernels->exp_sum(l, n, max);
         for (uint32_t i = 0; i < n; i++) {
             float a = l[i] * inverse, deviation = value_sq[i] - 2.0f * vy[i] + y_sq, logit_error = e[i] * scale;
             double a_sq = (double)a * a;

@@ -1,18 +1,78 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * kernels.h - the contract of the inner loops. Kernels never allocate, lock, log or branch on models; every buffer is
- * the caller's, none overlaps another, n == 0 is a no-op. fp32 accumulation in a fixed order, so a build gives the same
- * bits on every call. "Rows" are query rows: the G heads of a group times the query tokens.
+ * the caller's, none overlaps another unless said, n == 0 is a no-op. fp32 accumulation in a fixed order: the same bits
+ * on every call and in every variant of the table (same 16 lanes, no contraction).
  *
- * Plane order: the key-side order in which the first halves of all RoPE planes come first, then the second halves, then
- * the coordinates without rotation. Half-split keys are in plane order already; interleaved pairs (2j, 2j+1) are taken
- * apart. Dot products do not care, and one inner loop serves both styles.
+ * "Rows" are query rows, [num_rows, dim] contiguous: the G heads of a group times the query tokens.
+ *
+ * Plane order: the key-side order in which the first coordinates of all RoPE planes come first, then the second ones,
+ * then the coordinates without rotation. Half-split keys are in plane order already; interleaved pairs (2j, 2j+1) are
+ * taken apart. Dot products do not care, and one inner loop serves both styles.
  */
 #ifndef AKV_KERNELS_H
 #define AKV_KERNELS_H
 
 #include "core/base.h"
 #include "core/layout.h"
+
+#define AKV_KERNEL_MAX_DIM 1024
+
+typedef struct akv_kernels {
+    const char *isa;
+
+    /* n f16 or bf16 numbers -> f32, exact. */
+    void (*row_f32)(const uint16_t *x, akv_dtype dtype, uint32_t n, float *out);
+
+    /* out[r * out_stride] = scale * <rows[r], x>. */
+    void (*rows_dot)(const float *rows, uint32_t num_rows, const float *x, uint32_t dim, float scale, float *out, size_t out_stride);
+
+    /* rows[r] += w[r * w_stride] * x; a weight of 0 skips its row. */
+    void (*rows_axpy)(const float *w, size_t w_stride, uint32_t num_rows, const float *x, uint32_t dim, float *rows);
+
+    /*
+     * One bf16 vector turned by a table row, into plane order, r = rotary_dim / 2:
+     *   out[j] = a0 cos[j] - a1 sin[j],  out[j + r] = a0 sin[j] + a1 cos[j],  the rest copied. rotary_dim 0 only copies.
+     */
+    void (*turn_bf16)(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const float *cosine,
+                      const float *sine, float *out);
+
+    /* turn_bf16, then out[r * out_stride] = gamma * <rows[r], turned>: the anchor logit of one token. */
+    void (*anchor_logits)(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const float *cosine,
+                          const float *sine, float gamma, const float *rows, uint32_t num_rows, float *out, size_t out_stride);
+
+    /*
+     * A group of g <= AKV_GROUP_LANES 2-bit codes (layout.h) -> levels -outer, -inner, inner, outer:
+     * out[i * AKV_GROUP_LANES + r] is coordinate i of residual r; lanes >= g are 0.
+     */
+    void (*unpack_group)(const uint8_t *codes, uint32_t g, uint32_t dim, float inner, float outer, float *out);
+
+    /* out[r * AKV_GROUP_LANES + l] = sum_i rows[r][i] * group[i * AKV_GROUP_LANES + l]. */
+    void (*group_dot)(const float *rows, uint32_t num_rows, const float *group, uint32_t dim, float *out);
+
+    /* rows[r][i] += sum_l w[r * AKV_GROUP_LANES + l] * group[i * AKV_GROUP_LANES + l]. */
+    void (*group_accumulate)(const float *w, uint32_t num_rows, const float *group, uint32_t dim, float *rows);
+
+    /*
+     * x[i] := exp(x[i] - max), returns their sum. max is finite and no x above it; relative error of each below 2e-7 down
+     * to exp(-87), 0 below (minus infinity included). NaN stays NaN.
+     */
+    float (*exp_sum)(float *x, uint32_t n, float max);
+
+    /* x[i] *= scale; returns the largest of max and all x (NaN ignored). */
+    float (*scale_max)(float *x, uint32_t n, float scale, float max);
+} akv_kernels;
+
+/* The variants of this build; those the machine cannot run must not be called. */
+extern const akv_kernels akv_kernels_generic;
+#if defined(__x86_64__) && defined(__GNUC__)
+#  define AKV_HAVE_X86_KERNELS 1
+extern const akv_kernels akv_kernels_avx2;
+extern const akv_kernels akv_kernels_avx512;
+#endif
+
+/* The fastest variant of this machine. */
+const akv_kernels *akv_kernels_best(void);
 
 /* sum_i a[i] * b[i]. */
 float akv_dot_f32(const float *a, const float *b, uint32_t n);
@@ -21,25 +81,10 @@ float akv_dot_f32(const float *a, const float *b, uint32_t n);
 void akv_axpy_f32(float w, const float *x, float *y, uint32_t n);
 
 /*
- * exp(x) for x <= 0, relative error below 2e-7 down to -87; smaller x (minus infinity included) give 0. NaN stays NaN.
- * Vectorises, and is the same on every libm.
+ * f32 rotation with double tables and a magnitude, into plane order. In-place is not allowed.
  */
-void akv_exp_f32(float *x, uint32_t n);
-
-/*
- * Turn one bf16 anchor by a table row and put it into plane order:
- *   out[j]     = a0 * cos[j] - a1 * sin[j],  out[j + r] = a0 * sin[j] + a1 * cos[j],  r = rotary_dim / 2
- * a0, a1 being the two coordinates of plane j. cos == NULL copies without turning.
- */
-void akv_turn_bf16(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const float *cos,
-                   const float *sin, float *out);
-
-/* The same for f32 with double tables and a magnitude, into plane order; sign = -1 turns back. In-place is not allowed. */
-void akv_turn_f32(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const double *cos,
-                  const double *sin, double magnitude, float *out);
-
-/* Plane order -> the style's own order. */
-void akv_from_plane_order(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, float *out);
+void akv_turn_f32(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const double *cosine,
+                  const double *sine, double magnitude, float *out);
 
 /*
  * x := Hd x, in place: the orthonormal Walsh-Hadamard transform over the greedy power-of-two blocks of dim. Its own
@@ -48,20 +93,8 @@ void akv_from_plane_order(const float *x, uint32_t dim, uint32_t rotary_dim, akv
 void akv_hadamard_f32(float *x, uint32_t dim);
 
 /*
- * Unpack a group of g <= AKV_GROUP_LANES 2-bit codes (layout.h) to levels: out[i * AKV_GROUP_LANES + r] = level of
- * coordinate i of residual r; lanes >= g are 0.
- */
-void akv_unpack_group(const uint8_t *codes, uint32_t g, uint32_t dim, const float levels[4], float *out);
-
-/* out[r] = sum_i q[i] * group[i * AKV_GROUP_LANES + r] for all lanes. */
-void akv_group_dot(const float *q, const float *group, uint32_t dim, float out[AKV_GROUP_LANES]);
-
-/* acc[i] += sum_r w[r] * group[i * AKV_GROUP_LANES + r] over all lanes. */
-void akv_group_accumulate(const float w[AKV_GROUP_LANES], const float *group, uint32_t dim, float *acc);
-
-/*
- * c[m, n] = a[m, k] . b[n, k]^T, all row-major and contiguous with row strides lda, ldb, ldc. BLAS when built with it,
- * else plain loops: equal within fp32 rounding.
+ * c[m, n] = a[m, k] . b[n, k]^T, all row-major with row strides lda, ldb, ldc. BLAS when built with it, else plain
+ * loops: equal within fp32 rounding.
  */
 void akv_gemm_nt(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc);
 
