@@ -25,7 +25,7 @@ rule() {
     done < <(grep -rnE --include='*.[ch]' --include='*.cpp' --include='*.def' '^[[:space:]]*#[[:space:]]*include[[:space:]]*"' "$folder" || true)
 }
 
-public='anchorkv/(anchorkv|akv_experimental)\.h'
+public='anchorkv/[a-z_]+\.h'
 rule include/anchorkv 'anchorkv\.h'
 rule src/core "$public|core/.*"
 rule src/kernels "$public|core/.*|kernels/.*"
