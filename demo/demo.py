@@ -29,11 +29,11 @@ DEPS = os.environ.get("AKV_DEPS") or os.path.join(ROOT, ".deps")
 MODEL = os.path.join(DEPS, "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
 SOURCE = os.path.join(ROOT, "demo", "gpl-2.txt")
 
-RATIO = 10
-DEPTH = 0.5
-FACT = "The lighthouse keeper of Vardo has a green parrot named Admiral Pepper."
+RATIO = 8
+DEPTH = 0.8
+FACT = "The lighthouse keeper of Vardo has a green donkey named Admiral Pepper."
 QUESTION = "What animal does the lighthouse keeper of Vardo have?"
-WANTED = r"\bparrot\b"
+WANTED = r"\bdonkey\b"
 
 
 def make_text(path):
