@@ -4,7 +4,7 @@
  * are checked against their ranges, the section table against the one layout those fields imply, then every index,
  * count and number inside the sections. What passes can be attended to without any further check.
  */
-#include "core/segment.h"
+#include "format/segment_check.h"
 #include "core/sizes.h"
 
 static const char *const side_name[AKV_SIDES] = {"key", "value"};
@@ -14,11 +14,11 @@ static const char *section_name(int id)
     static const char *const names[AKV_SEC_COUNT] = {
         "INV_FREQ", "POSITIONS", "ANCHOR_TOKENS", "ANCHORS(k)", "ANCHORS(v)", "INDEX(k)", "INDEX(v)",
         "COEFF(k)", "COEFF(v)",  "LEVELS(k)",     "LEVELS(v)",  "GAINS(k)",   "GAINS(v)", "CODES(k)",
-        "CODES(v)", "DENSE(k)",  "DENSE(v)",      "RANKS(k)",   "RANKS(v)"};
+        "CODES(v)", "DENSE(k)",  "DENSE(v)",      "RANKS(k)",   "RANKS(v)",
+        "MEAN",     "ANCHOR_SCALES(k)", "ANCHOR_SCALES(v)", "COORDS", "BASIS(k)", "BASIS(v)", "BASIS_SCALES(k)",
+        "BASIS_SCALES(v)", "SIGMAS(k)", "SIGMAS(v)", "TABLES(k)", "TABLES(v)", "UNITS(k)", "UNITS(v)"};
     return id < AKV_SEC_COUNT ? names[id] : "of a newer version";
 }
-
-#define CORRUPT(...) akv_fail(diag, AKV_E_CORRUPT, __VA_ARGS__)
 
 /* ---------------------------------------------------------------------------------------------- header and table */
 
@@ -83,12 +83,14 @@ static akv_status check_kind(const akv_header *h, akv_diag *diag)
         return CORRUPT("segment kind is %u; 0 and 1 exist", h->kind);
     if (h->dense_reason != AKV_DENSE_NONE)
         return CORRUPT("dense_reason is %u in a compressed segment; it must be 0", h->dense_reason);
-    if (h->profile != AKV_PROFILE_PAPER)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec profile %u; this library decodes profile %d",
-                        h->profile, AKV_PROFILE_PAPER);
+    if (h->coding > AKV_CODING_LADDER)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses coding %u (profile %u); this library decodes 0 and 1", h->coding,
+                        h->profile);
     if ((h->flags & ~AKV_FLAGS_KNOWN) != 0)
         return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec flags 0x%x; this library knows 0x%x", h->flags,
                         AKV_FLAGS_KNOWN);
+    if (h->profile != (h->coding == AKV_CODING_LADDER ? AKV_PROFILE_DEFAULT : AKV_PROFILE_PAPER))
+        return CORRUPT("profile %u does not go with coding %u", h->profile, h->coding);
     if (h->num_queries == 0)
         return CORRUPT("num_queries is 0; a compressed segment has a window of at least 1");
     if (h->num_anchors == 0 || h->num_anchors > h->num_tokens || h->num_anchors > AKV_MAX_ANCHORS)
@@ -109,7 +111,10 @@ static akv_status check_table(const akv_header *h, akv_diag *diag)
         return CORRUPT("header_bytes is %u; version %u.x has %zu", h->header_bytes, h->major, sizeof *h);
     if (newer ? h->num_sections < AKV_SEC_COUNT || h->num_sections > AKV_SEC_ROOM : h->num_sections != AKV_SEC_COUNT)
         return CORRUPT("num_sections is %u; version %u.%u has %d", h->num_sections, h->major, h->minor, AKV_SEC_COUNT);
-    if (!newer && (h->reserved != 0 || h->optional != 0))
+    uint32_t reserved = h->optional;
+    for (size_t i = 0; i < sizeof h->reserved / sizeof *h->reserved; i++)
+        reserved |= h->reserved[i];
+    if (!newer && reserved != 0)
         return CORRUPT("a header field that version %u.%u leaves 0 is not 0", h->major, h->minor);
 
     akv_header want = *h; /* the same shape, laid out anew */
@@ -153,6 +158,11 @@ static akv_status check_header(const akv_header *h, size_t bytes, akv_diag *diag
                        (unsigned long long)h->total_bytes, bytes);
     AKV_TRY(check_shape(h, diag));
     AKV_TRY(check_kind(h, diag));
+    if (h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER)
+        AKV_TRY(akv_check_ladder_header(h, bytes, diag));
+    else if (h->coding != 0 || h->code_bytes != 0 || h->num_levels != 0 || h->index_bits != 0 || h->basis_dim[0] != 0 ||
+             h->basis_dim[1] != 0 || h->basis_cols[0] != 0 || h->basis_cols[1] != 0)
+        return CORRUPT("header fields of the ladder coding are set in a segment without it");
     return check_table(h, diag);
 }
 
@@ -176,10 +186,7 @@ static uint64_t find_non_finite16(const uint16_t *x, uint64_t n, uint16_t expone
     return n;
 }
 
-#define F16_EXPONENT 0x7c00u
-#define BF16_EXPONENT 0x7f80u
-
-static akv_status check_finite16(const akv_segment *segment, int id, uint16_t exponent, akv_diag *diag)
+akv_status akv_check_finite16(const akv_segment *segment, int id, uint16_t exponent, akv_diag *diag)
 {
     uint64_t n = akv_header_of(segment)->sections[id].bytes / 2;
     uint64_t at = find_non_finite16(akv_section_of(segment, id), n, exponent);
@@ -226,7 +233,7 @@ static akv_status check_dense(const akv_segment *segment, akv_diag *diag)
     for (int side = 0; side < AKV_SIDES; side++) {
         int id = AKV_SEC_DENSE + side;
         if (h->dense_dtype != AKV_F32) {
-            AKV_TRY(check_finite16(segment, id, h->dense_dtype == AKV_F16 ? F16_EXPONENT : BF16_EXPONENT, diag));
+            AKV_TRY(akv_check_finite16(segment, id, h->dense_dtype == AKV_F16 ? F16_EXPONENT : BF16_EXPONENT, diag));
             continue;
         }
         const float *x = akv_section_of(segment, id);
@@ -339,13 +346,15 @@ static akv_status check_contents(const akv_segment *segment, akv_diag *diag)
     AKV_TRY(check_rope_and_positions(segment, diag));
     if (akv_header_of(segment)->kind == AKV_SEGMENT_DENSE)
         return check_dense(segment, diag);
+    if (akv_header_of(segment)->coding == AKV_CODING_LADDER)
+        return akv_check_ladder(segment, diag);
     AKV_TRY(check_anchor_tokens(segment, diag));
     for (int side = 0; side < AKV_SIDES; side++) {
-        AKV_TRY(check_finite16(segment, AKV_SEC_ANCHORS + side, BF16_EXPONENT, diag));
+        AKV_TRY(akv_check_finite16(segment, AKV_SEC_ANCHORS + side, BF16_EXPONENT, diag));
         AKV_TRY(check_index(segment, side, diag));
-        AKV_TRY(check_finite16(segment, AKV_SEC_COEFF + side, F16_EXPONENT, diag));
+        AKV_TRY(akv_check_finite16(segment, AKV_SEC_COEFF + side, F16_EXPONENT, diag));
         AKV_TRY(check_levels(segment, side, diag));
-        AKV_TRY(check_finite16(segment, AKV_SEC_GAINS + side, F16_EXPONENT, diag));
+        AKV_TRY(akv_check_finite16(segment, AKV_SEC_GAINS + side, F16_EXPONENT, diag));
         AKV_TRY(check_codes(segment, side, diag));
     }
     return AKV_OK;

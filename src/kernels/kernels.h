@@ -122,4 +122,10 @@ void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, c
 void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
                      size_t ldc);
 
+#ifdef AKV_HAVE_CBLAS
+/* Around every call of BLAS and LAPACK: see gemm.c. */
+void akv_blas_lock(void);
+void akv_blas_unlock(void);
+#endif
+
 #endif
