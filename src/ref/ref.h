@@ -165,6 +165,16 @@ uint64_t ref_compressed_bytes(const akv_shape *shape, uint32_t num_anchors, cons
 /* Object and blob of a dense segment whose elements take element_bytes. */
 uint64_t ref_dense_bytes(const akv_shape *shape, uint32_t element_bytes);
 
+/* What decides the sections of the LADDER coding besides the shape. */
+typedef struct ref_ladder_sizes {
+    uint32_t anchors, levels;
+    uint32_t basis_dim[2], basis_cols[2];
+    uint64_t code_bytes;
+} ref_ladder_sizes;
+
+/* Object and blob of a segment in the LADDER coding. */
+uint64_t ref_ladder_bytes(const akv_shape *shape, const ref_ladder_sizes *sizes);
+
 /* ------------------------------------------------------------------------------- reading canonical bytes (layout.h) */
 
 /* Where things are in a blob; no copy. */
