@@ -356,6 +356,12 @@ static void check_finite(fixture *f, const char *name)
     CHECK_MSG(status == AKV_OK, "%s: %s", name, diag.message);
     if (segment == NULL)
         return;
+    size_t blob_bytes;
+    const void *blob = akv_segment_data(segment, &blob_bytes);
+    akv_segment *opened = NULL;
+    status = akv_segment_open(blob, blob_bytes, 1, NULL, &opened, &diag);
+    CHECK_MSG(status == AKV_OK, "%s: what the library wrote does not open: %s", name, diag.message);
+    akv_segment_release(opened);
     const akv_shape *s = &f->layer.shape;
     float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)),
           *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
@@ -412,6 +418,8 @@ enum content {
     ZERO_WINDOW,
     ONE_HOT,
     LARGE_F32,
+    LARGER_F32,
+    HUGE_F32,
     ONE_HEAD_ZERO,
     LOW_RANK,
     CONSTANT_KEYS,
@@ -424,15 +432,16 @@ static void extremes(void)
     const char *names[] = {
         "zero keys",    "zero values",  "all zero",     "constant",    "largest f16", "alternating largest f16",
         "denormal f16", "denormal f32", "tiny anchors", "zero window", "one hot",     "large f32",
+        "larger f32",   "huge f32",
         "one head zero", "rank two",    "constant keys", "constant values"};
     for (int kind = 0; kind < CONTENTS; kind++)
         for (int rotary = 0; rotary <= 64; rotary += 64) {
             spec s = base;
             s.rotary = (uint32_t)rotary;
-            s.dtype = kind == DENORMAL_F32 || kind == TINY_ANCHORS || kind == LARGE_F32 ? AKV_F32 : AKV_F16;
+            s.dtype = kind == DENORMAL_F32 || (kind >= TINY_ANCHORS && kind <= HUGE_F32 && kind != ZERO_WINDOW && kind != ONE_HOT) ? AKV_F32 : AKV_F16;
             fixture f;
             make(&s, &f);
-            if (kind == LARGEST_F16 || kind == ALTERNATING_LARGEST || kind == LARGE_F32)
+            if (kind == LARGEST_F16 || kind == ALTERNATING_LARGEST || (kind >= LARGE_F32 && kind <= HUGE_F32))
                 f.layer.sm_scale = 1e-9; /* keep the softmax from collapsing to one token */
             for (uint64_t h = 0; h < 2; h++)
                 for (uint64_t p = 0; p < 300; p++)
@@ -456,6 +465,8 @@ static void extremes(void)
                                 break;                                     /* coefficients beyond 65504 */
                             case ZERO_WINDOW: x = p >= 268 ? 0 : x; break; /* anchors without direction */
                             case ONE_HOT: x = i == p % 48 ? 1 : 0; break;
+                            case LARGER_F32: x *= 1e12; break;
+                            case HUGE_F32: x *= 1e21; break; /* squares beyond fp32 */
                             case ONE_HEAD_ZERO: x = h == 0 ? 0 : x; break;
                             case LOW_RANK: /* every vector in one plane */
                                 x = (double)(p % 17) * (i % 3 == 0) - (double)(p % 5) * (i % 3 == 1);
