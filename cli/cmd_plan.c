@@ -157,7 +157,7 @@ static int run(int argc, char **argv)
 {
     plan_options o;
     memset(&o, 0, sizeof o);
-    o.profile = AKV_PROFILE_PAPER;
+    o.profile = AKV_PROFILE_DEFAULT;
     cli_size_goal_init(&o.goal);
     int code = parse(argc, argv, &o);
     if (code != CLI_OK)
@@ -215,7 +215,7 @@ const cli_command cli_cmd_plan = {
     "      --keep R         keep ratio: bytes to keep / dense bytes (0.1)\n"
     "      --ratio X        the same the other way round: X times smaller\n"
     "      --budget BYTES   the same in bytes, all layers together; K, M, G are powers of 1024\n"
-    "      --profile NAME   paper\n"
+    "      --profile NAME   default or paper\n"
     "      --json FILE      write the figures as JSON (\"-\": to standard output, instead of the text)\n"
     "  -h, --help           this text\n"
     "\n"

@@ -208,17 +208,22 @@ bool cli_parse_method(const char *text, cli_method *out)
 
 bool cli_parse_profile(const char *text, akv_profile *out)
 {
-    if (strcmp(text, "paper") == 0) {
-        *out = AKV_PROFILE_PAPER;
+    if (strcmp(text, "default") == 0 || strcmp(text, "paper") == 0) {
+        *out = text[0] == 'd' ? AKV_PROFILE_DEFAULT : AKV_PROFILE_PAPER;
         return true;
     }
-    cli_fail(CLI_USAGE, "--profile: \"%s\" is unknown; there is paper", text);
+    cli_fail(CLI_USAGE, "--profile: \"%s\" is unknown; there are default and paper", text);
     return false;
 }
 
 const char *cli_profile_name(uint32_t profile)
 {
-    return profile == AKV_PROFILE_PAPER ? "paper" : profile == 0 ? "none" : "unknown";
+    switch (profile) {
+    case 0: return "none";
+    case AKV_PROFILE_PAPER: return "paper";
+    case AKV_PROFILE_DEFAULT: return "default";
+    }
+    return "unknown";
 }
 
 void cli_size_goal_init(cli_size_goal *goal)
