@@ -5,6 +5,7 @@
  * Parts depend on shapes only, so the merge order and every bit of the result are the same for any number of threads.
  */
 #include "attn/attend.h"
+#include "core/ladder.h"
 #include "core/sizes.h"
 #include "core/slots.h"
 
@@ -111,7 +112,7 @@ static void carve(akv_call *c, akv_arena *arena)
     uint64_t rows = (uint64_t)p->gqa_group * p->num_queries;
     c->chunk_rows = rows < AKV_ATTEND_ROWS ? (uint32_t)rows : AKV_ATTEND_ROWS;
     c->num_parts = parts_of(p->tail_tokens);
-    uint32_t most_anchors = 0, most_planes = 0;
+    uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
@@ -121,6 +122,7 @@ static void carve(akv_call *c, akv_arena *arena)
         uint32_t planes = h->rotary_dim / 2;
         most_anchors = h->num_anchors > most_anchors ? h->num_anchors : most_anchors;
         most_planes = planes > most_planes ? planes : most_planes;
+        most_levels = h->num_levels > most_levels ? h->num_levels : most_levels;
         table_floats += (uint64_t)planes * AKV_TURN_SPAN * 2;
     }
     uint64_t tasks = (uint64_t)p->num_kv_heads * c->num_parts;
@@ -143,6 +145,11 @@ static void carve(akv_call *c, akv_arena *arena)
         s.group = AKV_TAKE(arena, float, dim * AKV_GROUP_LANES);
         s.vector = AKV_TAKE(arena, float, dim);
         s.phase = AKV_TAKE(arena, double, (uint64_t)most_planes * 4);
+        s.mean = AKV_TAKE(arena, float, dk);
+        for (int side = 0; side < AKV_SIDES; side++) {
+            s.levels[side] = AKV_TAKE(arena, float, most_levels * r * (side == AKV_SIDE_K ? dk : dv));
+            s.lists[side] = AKV_TAKE(arena, akv_level_list, most_levels);
+        }
         if (arena->base != NULL) {
             c->scratch[i] = s;
             atomic_flag_clear(&c->slots[i]);
@@ -231,7 +238,10 @@ static void run_task(void *opaque, size_t index)
     if (i == p->num_segments) {
         akv_attend_dense(&task, &p->tail_keys, &p->tail_values, true, scratch, out);
     } else if (akv_header_of(p->segments[i])->kind == AKV_SEGMENT_COMPRESSED) {
-        akv_attend_compressed(&task, p->segments[i], &c->tables[i], scratch, out);
+        if (akv_header_of(p->segments[i])->coding == AKV_CODING_LADDER)
+            akv_attend_ladder(&task, p->segments[i], &c->tables[i], scratch, out);
+        else
+            akv_attend_compressed(&task, p->segments[i], &c->tables[i], scratch, out);
     } else {
         akv_dtype dtype = (akv_dtype)akv_header_of(p->segments[i])->dense_dtype;
         akv_tensor k = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE), dtype, tokens, p->head_dim_k);

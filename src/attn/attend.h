@@ -34,6 +34,9 @@ typedef struct akv_scratch {
     float *coded;   /* [rows, d_v] value residuals in the transformed domain */
     float *group;   /* [max(d_k, d_v), AKV_GROUP_LANES] */
     float *vector;  /* [max(d_k, d_v)] */
+    float *levels[AKV_SIDES];              /* LADDER: [levels, rows, dim] queries and sums in each level's coordinates */
+    struct akv_level_list *lists[AKV_SIDES]; /* LADDER: [levels] */
+    float *mean;    /* LADDER: [d_k] in units */
     double *phase;  /* [4, rotary_dim / 2] cos, sin of the span; cos, sin of one span's step */
 } akv_scratch;
 
@@ -70,6 +73,31 @@ void akv_shrink_rows(float *rows, uint32_t count, uint32_t width, const float *s
 /* One part of a compressed segment. */
 void akv_attend_compressed(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
                            akv_partial *out);
+
+/* The same for the LADDER coding. */
+void akv_attend_ladder(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
+                       akv_partial *out);
+
+/*
+ * Queries of the task turned back to the span that `position` lies in, plane order, in scratch->turned; nothing is done
+ * when they are already there. Returns the position's row of the table.
+ */
+typedef struct akv_span {
+    const akv_task *task;
+    const akv_header *header;
+    const double *inv_freq;
+    akv_scratch *scratch;
+    int64_t at; /* INT64_MIN before the first */
+} akv_span;
+akv_span akv_span_begin(const akv_task *task, const akv_header *header, const double *inv_freq, akv_scratch *scratch);
+/* True when the queries were turned anew. */
+bool akv_span_to(akv_span *span, int64_t position, size_t *table_row);
+
+/* Position of a token of a compressed segment. */
+static inline int64_t akv_token_position(const akv_header *h, const int32_t *positions, uint64_t token)
+{
+    return positions ? positions[token] : (int64_t)h->first_position + (int64_t)token;
+}
 
 /* One part of dense keys and values (tail, or a dense segment); masked: apply the tail's mask or causality. */
 void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_tensor *values, bool masked, akv_scratch *scratch,

@@ -12,38 +12,47 @@ typedef struct akv_range {
     const akv_task *task;
     const akv_header *header;
     const int32_t *positions; /* NULL: consecutive */
-    const double *inv_freq;
     const akv_turn_table *table;
     akv_scratch *s;
     akv_side_view keys;
     akv_side_view values;
     float signs[AKV_SIDES][AKV_MAX_HEAD_DIM];
-    int64_t span; /* positions [span * AKV_TURN_SPAN, ...) that scratch->turned is for; INT64_MIN = none */
+    akv_span span;
 } akv_range;
 
-/* Turn the queries back to the span's start, so that an anchor only needs turning by its offset inside the span. */
-static void turn_queries(akv_range *c, int64_t span)
+akv_span akv_span_begin(const akv_task *task, const akv_header *header, const double *inv_freq, akv_scratch *scratch)
 {
-    const akv_header *h = c->header;
-    const uint32_t planes = h->rotary_dim / 2, dk = h->head_dim[AKV_SIDE_K];
-    double *cosine = c->s->phase, *sine = cosine + planes;
-    const double *step_cos = sine + planes, *step_sin = step_cos + planes;
+    akv_span span = {task, header, inv_freq, scratch, INT64_MIN};
+    const uint32_t planes = header->rotary_dim / 2;
+    if (planes != 0)
+        akv_rope_phase(inv_freq, planes, -AKV_TURN_SPAN, scratch->phase + 2 * planes, scratch->phase + 3 * planes);
+    return span;
+}
 
+bool akv_span_to(akv_span *s, int64_t position, size_t *table_row)
+{
+    const akv_header *h = s->header;
+    const uint32_t planes = h->rotary_dim / 2, dk = h->head_dim[AKV_SIDE_K];
+    const int64_t span = position >= 0 ? position / AKV_TURN_SPAN : -((AKV_TURN_SPAN - 1 - position) / AKV_TURN_SPAN);
+    *table_row = (size_t)(position - span * AKV_TURN_SPAN) * planes;
+    if (span == s->at)
+        return false;
+    double *cosine = s->scratch->phase, *sine = cosine + planes;
+    const double *step_cos = sine + planes, *step_sin = step_cos + planes;
     /* One step forward is a complex product; every 16th span starts from the exact phase again (drift below 1e-14). */
-    if (c->span != INT64_MIN && span == c->span + 1 && (span & 15) != 0)
+    if (s->at != INT64_MIN && span == s->at + 1 && (span & 15) != 0)
         for (uint32_t j = 0; j < planes; j++) {
-            double co = cosine[j];
-            cosine[j] = co * step_cos[j] - sine[j] * step_sin[j];
-            sine[j] = sine[j] * step_cos[j] + co * step_sin[j];
+            double c = cosine[j];
+            cosine[j] = c * step_cos[j] - sine[j] * step_sin[j];
+            sine[j] = sine[j] * step_cos[j] + c * step_sin[j];
         }
     else
-        akv_rope_phase(c->inv_freq, planes, -span * AKV_TURN_SPAN, cosine, sine);
-    c->span = span;
-    for (uint32_t r = 0; r < c->task->rows; r++) {
-        float *turned = c->s->turned + (size_t)r * dk;
-        akv_turn_f32(c->s->query + (size_t)r * dk, dk, h->rotary_dim, (akv_rope_style)h->rope_style, cosine, sine, h->magnitude,
-                     turned);
-    }
+        akv_rope_phase(s->inv_freq, planes, -span * AKV_TURN_SPAN, cosine, sine);
+    s->at = span;
+    for (uint32_t r = 0; r < s->task->rows; r++)
+        akv_turn_f32(s->scratch->query + (size_t)r * dk, dk, h->rotary_dim, (akv_rope_style)h->rope_style, cosine, sine,
+                     h->magnitude, s->scratch->turned + (size_t)r * dk);
+    return true;
 }
 
 static void anchor_logits(akv_range *c, uint64_t b0, uint32_t n)
@@ -63,11 +72,8 @@ static void anchor_logits(akv_range *c, uint64_t b0, uint32_t n)
                                    AKV_BLOCK_TOKENS);
             continue;
         }
-        int64_t position = c->positions ? c->positions[token] : (int64_t)h->first_position + (int64_t)token;
-        int64_t span = position >= 0 ? position / AKV_TURN_SPAN : -((AKV_TURN_SPAN - 1 - position) / AKV_TURN_SPAN);
-        size_t offset = (size_t)(position - span * AKV_TURN_SPAN) * planes;
-        if (span != c->span)
-            turn_queries(c, span);
+        size_t offset;
+        akv_span_to(&c->span, akv_token_position(h, c->positions, token), &offset);
         kernels->anchor_logits(anchor, dk, h->rotary_dim, (akv_rope_style)h->rope_style, c->table->cos + offset,
                                c->table->sin + offset, gamma, s->turned, rows, s->logits + i, AKV_BLOCK_TOKENS);
     }
@@ -176,22 +182,19 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
                            akv_partial *out)
 {
     const akv_header *h = akv_header_of(segment);
-    const uint32_t rows = task->rows, dv = h->head_dim[AKV_SIDE_V], planes = h->rotary_dim / 2;
+    const uint32_t rows = task->rows, dv = h->head_dim[AKV_SIDE_V];
     akv_range c;
 
     c.task = task;
     c.header = h;
     c.positions = h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
-    c.inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
     c.table = table;
     c.s = s;
     c.keys = akv_view_side(segment, AKV_SIDE_K, task->kv_head);
     c.values = akv_view_side(segment, AKV_SIDE_V, task->kv_head);
-    c.span = INT64_MIN;
+    c.span = akv_span_begin(task, h, akv_section_of(segment, AKV_SEC_INV_FREQ), s);
     for (int side = 0; side < AKV_SIDES; side++)
         akv_signs(h->seed, side, h->head_dim[side], c.signs[side]);
-    if (planes != 0)
-        akv_rope_phase(c.inv_freq, planes, -AKV_TURN_SPAN, s->phase + 2 * planes, s->phase + 3 * planes);
 
     akv_load_queries(task, s);
     prepare_rows(&c);

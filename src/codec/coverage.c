@@ -8,7 +8,9 @@
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
-#define BATCH 32u
+#define BATCH AKV_COVER_BATCH
+#define CANDIDATES AKV_COVER_CANDIDATES
+#define MOST_JUDGES AKV_COVER_JUDGES
 
 /* left[t] := min(left[t], energy[t] (1 - cos^2)) against the unit rows of one batch. */
 static void shrink_left(const akv_job *job, int side, uint32_t head, const float *batch, uint32_t n, const float *energy,
@@ -46,6 +48,93 @@ static void unit_rows(const akv_job *job, int side, uint32_t head, const uint64_
     }
 }
 
+/* Draw up to `want` unmarked tokens, probability proportional to what is left of them: one random offset, equal steps through
+ * the cumulated weights, so that no token comes twice and a batch is spread over the whole range. */
+static uint32_t draw(const uint8_t *mask, uint64_t earlier, float *const left[AKV_SIDES], const double weight[AKV_SIDES],
+                     uint32_t want, akv_rng *rng, uint64_t *tokens)
+{
+    double total = 0.0;
+    uint32_t n = 0;
+    for (uint64_t t = 0; t < earlier; t++)
+        if (!mask[t])
+            total += weight[0] * left[0][t] + weight[1] * left[1][t];
+    if (total > 0.0 && isfinite(total)) {
+        double step = total / want, at = step * ((double)(akv_rng_next(rng) >> 11) * 0x1p-53), sum = 0.0;
+        for (uint64_t t = 0; t < earlier && n < want; t++) {
+            if (mask[t])
+                continue;
+            sum += weight[0] * left[0][t] + weight[1] * left[1][t];
+            if (sum > at) {
+                tokens[n++] = t;
+                while (at < sum)
+                    at += step;
+            }
+        }
+    }
+    for (uint64_t t = 0; n == 0 && t < earlier; t++) /* nothing left to cover: any token */
+        if (!mask[t])
+            tokens[n++] = t;
+    return n;
+}
+
+/*
+ * Keep the `want` best of n candidates, one after the other, each judged by how much it takes away from what the ones before leave on a
+ * regular sample of the tokens. tokens is reordered. cover: [sides, MOST_JUDGES, CANDIDATES], then [sides, MOST_JUDGES].
+ */
+static void keep_best(const akv_job *job, uint32_t head, uint64_t *tokens, uint32_t n, uint32_t want, float *const left[AKV_SIDES],
+                      float *const energy[AKV_SIDES], const double weight[AKV_SIDES], akv_rope_walk *walk, akv_codec_scratch *s,
+                      float *cover)
+{
+    const uint64_t earlier = job->S - job->W, stride = akv_div_up(earlier, MOST_JUDGES);
+    const uint32_t judges = (uint32_t)akv_div_up(earlier, stride);
+    float *now = cover + (size_t)AKV_SIDES * MOST_JUDGES * CANDIDATES;
+    double gain[CANDIDATES];
+    for (int side = 0; side < AKV_SIDES; side++) {
+        const uint32_t dim = job->header->head_dim[side];
+        float *sims = cover + (size_t)side * MOST_JUDGES * CANDIDATES;
+        unit_rows(job, side, head, tokens, n, walk, s->value);
+        for (uint32_t j0 = 0; j0 < judges; j0 += AKV_TILE_TOKENS) {
+            uint32_t rows = judges - j0 < AKV_TILE_TOKENS ? judges - j0 : AKV_TILE_TOKENS;
+            for (uint32_t j = 0; j < rows; j++) {
+                akv_anchor_space_row(job, side, head, (j0 + j) * stride, walk, s->pre + (size_t)j * dim);
+                now[side * MOST_JUDGES + j0 + j] = left[side][(j0 + j) * stride];
+            }
+            akv_gemm_nt(rows, n, dim, s->pre, dim, s->value, dim, sims + (size_t)j0 * CANDIDATES, CANDIDATES);
+        }
+        for (uint32_t j = 0; j < judges; j++) /* what each candidate would leave */
+            for (uint32_t c = 0; c < n; c++) {
+                float *x = &sims[(size_t)j * CANDIDATES + c];
+                *x = energy[side][j * stride] - *x * *x;
+            }
+    }
+    for (uint32_t kept = 0; kept < want && kept < n; kept++) {
+        for (uint32_t c = kept; c < n; c++)
+            gain[c] = 0.0;
+        for (int side = 0; side < AKV_SIDES; side++)
+            for (uint32_t j = 0; j < judges; j++) {
+                const float *x = cover + ((size_t)side * MOST_JUDGES + j) * CANDIDATES;
+                float have = now[side * MOST_JUDGES + j];
+                for (uint32_t c = kept; c < n; c++)
+                    gain[c] += weight[side] * (x[c] < have ? have - (x[c] > 0.0f ? x[c] : 0.0f) : 0.0f);
+            }
+        uint32_t best = kept;
+        for (uint32_t c = kept + 1; c < n; c++)
+            if (gain[c] > gain[best])
+                best = c;
+        uint64_t token = tokens[best];
+        tokens[best] = tokens[kept];
+        tokens[kept] = token;
+        for (int side = 0; side < AKV_SIDES; side++)
+            for (uint32_t j = 0; j < judges; j++) {
+                float *x = cover + ((size_t)side * MOST_JUDGES + j) * CANDIDATES, *have = &now[side * MOST_JUDGES + j];
+                float swapped = x[best];
+                x[best] = x[kept];
+                x[kept] = swapped;
+                *have = swapped < *have ? (swapped > 0.0f ? swapped : 0.0f) : *have;
+            }
+    }
+}
+
 void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t need, akv_rng *rng)
 {
     const uint64_t earlier = job->S - job->W;
@@ -56,7 +145,7 @@ void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t n
     float *energy[AKV_SIDES] = {job->ladder->prior[AKV_SIDE_K] + head * job->S, job->ladder->prior[AKV_SIDE_V] + head * job->S};
     float *left[AKV_SIDES] = {job->ladder->deviation + head * job->S, job->rank[AKV_SIDE_V] + head * job->S};
     float *batch = s->value; /* [BATCH, dim] */
-    uint64_t tokens[BATCH];
+    uint64_t tokens[CANDIDATES];
     double mean[AKV_SIDES] = {0.0, 0.0};
 
     for (int side = 0; side < AKV_SIDES; side++) {
@@ -80,34 +169,16 @@ void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t n
             n = 0;
         }
     }
+    const double weight[AKV_SIDES] = {mean[0] > 0.0 ? 1.0 / mean[0] : 0.0, mean[1] > 0.0 ? 1.0 / mean[1] : 0.0};
     while (need > 0) {
-        const double weight[AKV_SIDES] = {mean[0] > 0.0 ? 1.0 / mean[0] : 0.0, mean[1] > 0.0 ? 1.0 / mean[1] : 0.0};
-        double total = 0.0;
-        for (uint64_t t = 0; t < earlier; t++)
-            if (!mask[t])
-                total += weight[0] * left[0][t] + weight[1] * left[1][t];
-        /* Systematic sampling: one random offset, equal steps through the cumulated weights: no token twice, and a batch is
-         * spread over the whole range. */
         uint32_t want = need < BATCH ? (uint32_t)need : BATCH;
-        n = 0;
-        if (total > 0.0 && isfinite(total)) {
-            double step = total / want, at = step * ((double)(akv_rng_next(rng) >> 11) * 0x1p-53), sum = 0.0;
-            for (uint64_t t = 0; t < earlier && n < want; t++) {
-                if (mask[t])
-                    continue;
-                sum += weight[0] * left[0][t] + weight[1] * left[1][t];
-                if (sum > at) {
-                    tokens[n++] = t;
-                    while (at < sum)
-                        at += step;
-                }
-            }
-        }
-        for (uint64_t t = 0; n == 0 && t < earlier; t++) /* nothing left to cover: any token */
-            if (!mask[t])
-                tokens[n++] = t;
+        n = draw(mask, earlier, left, weight, want * (CANDIDATES / BATCH), rng, tokens);
         if (n == 0)
             break;
+        if (n > want) {
+            keep_best(job, head, tokens, n, want, left, energy, weight, &walk, s, job->ladder->cover + slot * AKV_COVER_FLOATS);
+            n = want;
+        }
         for (uint32_t i = 0; i < n; i++)
             mask[tokens[i]] = 1;
         need -= n;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* eigen.c - symmetric eigenvectors: LAPACK where the library is built with it, cyclic Jacobi otherwise. */
 #include "codec/ladder.h"
+#include "kernels/kernels.h"
 
 #ifdef AKV_HAVE_CBLAS
 
@@ -15,7 +16,9 @@ uint64_t akv_eigen_scratch_floats(uint32_t n)
 void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch)
 {
     int order = (int)n, lwork = (int)akv_eigen_scratch_floats(n), info = 0;
+    akv_blas_lock();
     ssyev_("V", "U", &order, a, &order, values, scratch, &lwork, &info);
+    akv_blas_unlock();
     /* Column-major eigenvectors: column i is row i of a C array. */
     memcpy(vectors, a, (size_t)n * n * sizeof *a);
     if (info == 0)

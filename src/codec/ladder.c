@@ -91,6 +91,7 @@ void akv_ladder_carve(akv_job *job, akv_arena *arena)
         l->distortion[side] = AKV_TAKE(arena, double, H * (levels + 1));
         l->level[side] = AKV_TAKE(arena, uint8_t, H * S);
     }
+    l->cover = AKV_TAKE(arena, float, job->num_slots * AKV_COVER_FLOATS);
     l->eigen_floats = 4 * most_dim * most_dim + most_dim + akv_eigen_scratch_floats((uint32_t)most_dim);
     l->eigen = AKV_TAKE(arena, float, job->num_slots * l->eigen_floats);
 }

@@ -13,6 +13,12 @@ typedef struct akv_hull {
     double slope[AKV_MAX_LEVELS + 1]; /* slope[i]: distortion saved per bit from level[i - 1] to level[i] */
 } akv_hull;
 
+/* coverage.c: anchors drawn at once, candidates they are the best of, tokens that judge. */
+#define AKV_COVER_BATCH 32u
+#define AKV_COVER_CANDIDATES 128u
+#define AKV_COVER_JUDGES 2048u
+#define AKV_COVER_FLOATS ((size_t)AKV_SIDES * AKV_COVER_JUDGES * (AKV_COVER_CANDIDATES + 1))
+
 typedef struct akv_ladder {
     const akv_experiment *options;
     uint16_t coords[AKV_SIDES][AKV_MAX_HEAD_DIM]; /* coordinates under the basis, then the others */
@@ -29,6 +35,7 @@ typedef struct akv_ladder {
     double *distortion[AKV_SIDES];   /* [H, levels + 1] share of the utility that stays */
     uint8_t *level[AKV_SIDES];    /* [H, S] chosen level */
     akv_hull *hulls;              /* [H, sides] */
+    float *cover;                 /* per slot: AKV_COVER_FLOATS */
     float *eigen;                 /* per slot: scratch of the eigenvector solver */
     uint64_t eigen_floats;
 } akv_ladder;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ladder_codes.c - the residuals of the LADDER coding: into the transform's coordinates, a gain, and the level's bits. */
-#include <stdlib.h>
 #include "codec/ladder.h"
-__attribute__((visibility("default"))) int akvh[64];
+
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
@@ -37,8 +36,7 @@ static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_l
     double gain = list->count > 0 ? sqrt(square / list->count) : 1.0;
     uint32_t code = 8;
     for (int round = 0; round < 3; round++) {
-        double c = rint(2.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
-        if (getenv("AKVDBG") && round == 2) { extern int akvh[64]; double cc=c+20; akvh[cc<0?0:cc>63?63:(int)cc]++; }
+        double c = rint(3.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
         code = c < 0.0 ? 0 : c > AKV_GAIN_CODES - 1 ? AKV_GAIN_CODES - 1 : (uint32_t)c;
         if (round == 2)
             break;

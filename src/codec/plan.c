@@ -52,7 +52,10 @@ akv_status akv_check_config(const akv_config *config, akv_diag *diag)
                         x->struct_size);
     if ((unsigned)x->rank > AKV_RANK_RANDOM || (unsigned)x->scale_rule > AKV_SCALE_LEAST_SQUARES ||
         (unsigned)x->code_rule > AKV_CODE_PLAIN_UNIFORM || (unsigned)x->anchor_space > AKV_ANCHOR_POST_ROPE)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_experiment names a rule that does not exist");
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_experiment: rank is %d (0..%d exist), scale_rule %d (0..%d), code_rule %d (0..%d), anchor_space %d (0..%d)",
+                        (int)x->rank, AKV_RANK_RANDOM, (int)x->scale_rule, AKV_SCALE_LEAST_SQUARES, (int)x->code_rule,
+                        AKV_CODE_PLAIN_UNIFORM, (int)x->anchor_space, AKV_ANCHOR_POST_ROPE);
     if (!(x->rho >= 0.0 && x->rho <= 1.0) || x->pool_width % 2 == 0 || x->pool_width > 1023 || x->tokens_per_anchor == 0)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
                         "akv_experiment: rho must be 0..1 (is %g), pool_width odd and below 1024 (is %u), tokens_per_anchor >= 1",
@@ -102,6 +105,13 @@ static double ratio_for(uint64_t bytes, uint64_t dense)
     while ((uint64_t)(ratio * (double)dense) < bytes)
         ratio = nextafter(ratio, 2.0);
     return ratio;
+}
+
+/* Rounded up in the last printed digit, so that the number in a message works when it is typed back. */
+static double printable_ratio(double ratio)
+{
+    double up = ceil(ratio * 1e6) * 1e-6;
+    return up > 1.0 ? 1.0 : up;
 }
 
 akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uint32_t slow_dims, akv_header *h,
@@ -157,9 +167,10 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
     else if (info->budget_bytes < fixed_total)
         return akv_fail(diag, AKV_E_INFEASIBLE,
                         "a budget of %llu bytes cannot hold %llu tokens x %u KV heads: the fixed part (anchors, coefficients) needs "
-                        "%llu bytes; the smallest feasible keep ratio is %.6g (a ratio of %.4gx)",
+                        "%llu bytes; the smallest feasible keep ratio is %.6f (a ratio of %.4fx)",
                         (unsigned long long)info->budget_bytes, (unsigned long long)shape->num_tokens, shape->num_kv_heads,
-                        (unsigned long long)info->min_bytes, info->min_keep_ratio, 1.0 / info->min_keep_ratio);
+                        (unsigned long long)info->min_bytes, printable_ratio(info->min_keep_ratio),
+                        floor(1e4 / info->min_keep_ratio) * 1e-4);
 
     if (info->dense_reason != AKV_DENSE_NONE) {
         h->kind = AKV_SEGMENT_DENSE;

@@ -46,6 +46,26 @@ static uint32_t code_of(float x, float inner, float outer)
     return x < -outer ? 0u : x < inner ? 1u : x < outer ? 2u : 3u;
 }
 
+/*
+ * Lloyd's alternation from a first scale: codes for the scale, then the best scale for the codes. *gain = the energy that
+ * the codes explain: larger is better.
+ */
+static double fit_scale(const float *x, uint32_t dim, const float *levels, float bound, double scale, double *gain)
+{
+    double xc = 0.0, cc = 0.0;
+    for (int round = 0; round < 4; round++) {
+        xc = cc = 0.0;
+        for (uint32_t i = 0; i < dim; i++) {
+            double c = levels[code_of(x[i], 0.0f, (float)(bound * scale))];
+            xc += x[i] * c;
+            cc += c * c;
+        }
+        scale = xc / cc;
+    }
+    *gain = xc * xc / cc;
+    return scale;
+}
+
 /* Scale of one vector before rounding; levels and their outer boundary in units of the scale. */
 static float scale_of(const float *x, uint32_t dim, akv_scale_rule rule, const float *levels, float bound)
 {
@@ -57,18 +77,11 @@ static float scale_of(const float *x, uint32_t dim, akv_scale_rule rule, const f
     }
     if (rule == AKV_SCALE_ABSMAX || absmax == 0.0f)
         return absmax / levels[3];
-    /* Lloyd's alternation: codes for the scale, then the best scale for the codes; settles in a few rounds. */
-    double scale = sqrt(square / dim);
-    for (int round = 0; round < 4; round++) {
-        double xc = 0.0, cc = 0.0;
-        for (uint32_t i = 0; i < dim; i++) {
-            double c = levels[code_of(x[i], 0.0f, (float)(bound * scale))];
-            xc += x[i] * c;
-            cc += c * c;
-        }
-        scale = xc / cc;
-    }
-    return (float)scale;
+    /* The alternation can stop in a poor minimum, so it starts from both ends and the better one stays. */
+    double gain[2], scale[2];
+    scale[0] = fit_scale(x, dim, levels, bound, sqrt(square / dim), &gain[0]);
+    scale[1] = fit_scale(x, dim, levels, bound, absmax / levels[3], &gain[1]);
+    return (float)(gain[1] > gain[0] ? scale[1] : scale[0]);
 }
 
 /* Residuals of up to AKV_GROUP_LANES owners -> gains and one packed group. */

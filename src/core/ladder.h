@@ -32,8 +32,9 @@ static inline void akv_levels16(float out[16])
 
 static inline float akv_gain_value(uint32_t code)
 {
-    static const float half[2] = {1.0f, 1.4142136f};
-    return half[code % 2] * (float)(1u << (code / 2)) * 0.0625f; /* 2^(code / 2 - 4) */
+    static const float third[3] = {1.0f, 1.2599210f, 1.5874011f};
+    uint32_t c = code + 1; /* 2^((code - 8) / 3) = 2^((code + 1) / 3 - 3) */
+    return third[c % 3] * (float)(1u << (c / 3)) * 0.125f;
 }
 
 typedef struct akv_ladder_view {

@@ -155,6 +155,18 @@ static void anchor_logits(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, 
     rows_dot(rows, num_rows, x, dim, gamma, out, out_stride);
 }
 
+static void row_i8(const int8_t *x, uint32_t n, float *out)
+{
+    uint32_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        i8x16 b;
+        memcpy(&b, x + i, sizeof b);
+        store_f32(out + i, __builtin_convertvector(__builtin_convertvector(b, i32x16), f32x16));
+    }
+    for (; i < n; i++)
+        out[i] = (float)x[i];
+}
+
 /* n centred 8-bit numbers -> f32. */
 INLINE void centred_row(const int8_t *a, float weight, const float *mean, uint32_t n, float *out)
 {
@@ -366,6 +378,6 @@ static float scale_max(float *x, uint32_t n, float scale, float max)
 }
 
 const akv_kernels AKV_ISA(akv_kernels) = {
-    AKV_ISA_NAME, row_f32,      rows_dot,     rows_axpy, turn_bf16,        anchor_logits, centred_logits,
+    AKV_ISA_NAME, row_f32,      rows_dot,     rows_axpy, turn_bf16,        anchor_logits, row_i8, centred_logits,
     unpack_level, unpack_group, group_dot, group_accumulate, exp_sum,   scale_max,
 };

@@ -41,6 +41,9 @@ typedef struct akv_kernels {
     void (*anchor_logits)(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const float *cosine,
                           const float *sine, float gamma, const float *rows, uint32_t num_rows, float *out, size_t out_stride);
 
+    /* n signed bytes -> f32. */
+    void (*row_i8)(const int8_t *x, uint32_t n, float *out);
+
     /*
      * One anchor of 8 bits, centred: x = weight * a + mean, turned as turn_bf16 does, then out[r * out_stride] = <rows[r], x>.
      */
@@ -118,5 +121,11 @@ void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, c
 /* c[m, n] += a[k, m]^T . b[k, n]. */
 void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
                      size_t ldc);
+
+#ifdef AKV_HAVE_CBLAS
+/* Around every call of BLAS and LAPACK: see gemm.c. */
+void akv_blas_lock(void);
+void akv_blas_unlock(void);
+#endif
 
 #endif

@@ -1,0 +1,60 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* session.h - a model with a document behind it, as `akv ask` and `akv pack` use it. */
+#ifndef AKV_CLI_SESSION_H
+#define AKV_CLI_SESSION_H
+
+#include "cli.h"
+
+#include <akv_llama.h>
+
+typedef struct cli_settings {
+    const char *model;
+    const char **files; /* [num_files] texts to read */
+    size_t num_files;
+    cli_size_goal goal;
+    akv_profile profile;
+    cli_method method;
+    uint64_t seed;
+    uint32_t threads;
+    bool raw;
+    bool quiet;
+    const char *system; /* NULL = none */
+    const char *json;   /* NULL = no JSON report */
+} cli_settings;
+
+void cli_settings_init(cli_settings *settings);
+
+typedef struct cli_session {
+    const cli_settings *settings;
+    cli_progress progress;
+    akv_threads *threads;
+    akv_llama *host;
+    akv_llama_model_info model;
+    akv_llama_store *store; /* NULL when the cache stays dense */
+    int32_t *tokens;        /* of the document, NULL when it comes from a .akv file */
+    uint64_t num_tokens;
+    uint64_t document_bytes; /* of the texts */
+    double keep_ratio;       /* asked for, or derived from the budget; 1 when nothing is to be saved */
+    const char *path;        /* of the .akv file, or NULL */
+    cli_mapping mapping;     /* of a .akv file; outlives the store, whose segments lie in it */
+    akv_document *document;
+    akv_llama_prompt form;
+    const char *system;
+} cli_session;
+
+/* All functions return an exit code and have printed the reason when it is not CLI_OK. */
+
+/* Threads and model. */
+int cli_session_open(cli_session *session, const cli_settings *settings);
+/* Texts -> tokens; refuses what does not fit the model's context together with `room` more tokens. */
+int cli_session_read(cli_session *session, uint64_t room);
+/* Prefill; then compress and free the dense cache unless the method is dense (reserve_cells stay free for decoding). */
+int cli_session_prefill(cli_session *session, uint64_t reserve_cells);
+/* The same end from a .akv file, without prefill. */
+int cli_session_load(cli_session *session, const char *path);
+void cli_session_close(cli_session *session);
+
+/* Fills everything but command, answers and file_bytes. report->layers comes from malloc, or is NULL. */
+int cli_session_report(const cli_session *session, cli_report *report);
+
+#endif

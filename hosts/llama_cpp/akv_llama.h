@@ -1,0 +1,332 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * akv_llama.h - AnchorKV on an unmodified libllama: prefill a document once, compress its key/value cache, free the
+ * dense cache, and decode questions against the compressed form.
+ *
+ *   akv_llama_open(&options, &host, &diag);
+ *   akv_llama_render_document(host, AKV_LLAMA_CHAT, NULL, text, text_bytes, &tokens, &n, &diag);
+ *   akv_llama_prefill(host, tokens, n, 0, &diag);                           // context A: stock llama.cpp, dense cache
+ *   akv_llama_compress(host, AKV_LLAMA_ANCHOR, &config, &store, &diag);     // straight from A's buffers
+ *   akv_llama_free_dense(host, &diag);                                      // A and its dense cache are gone
+ *   akv_llama_attach(host, store, &diag);                                   // context B: small, its cells are the tail
+ *   for each question {
+ *       akv_llama_rewind(host, &diag);                                      // back to "just after the document"
+ *       akv_llama_render_question(host, AKV_LLAMA_CHAT, NULL, question, bytes, &q, &nq, &diag);
+ *       akv_llama_decode(host, q, nq, AKV_LLAMA_LOGITS_LAST, &diag);
+ *       while (...) { pick from akv_llama_logits(host, -1); akv_llama_decode(host, &token, 1, ...); }
+ *   }
+ *
+ * The dense peer needs neither compress nor attach: prefill with reserve_cells, then the same rewind and decode.
+ * Which layers are compressed is decided by what the model's graph says, never by its name: docs/hosting-llama-cpp.md.
+ *
+ * A host is used by one thread at a time. Outputs are untouched on failure; the host stays usable. The one piece of
+ * process-wide state is libllama's own log hook, which akv_llama_open sets.
+ */
+#ifndef AKV_LLAMA_H
+#define AKV_LLAMA_H
+
+#include <anchorkv/anchorkv.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct akv_llama akv_llama;             /* one loaded model and at most two contexts */
+typedef struct akv_llama_store akv_llama_store; /* one compressed document; immutable, reference-counted (atomic) */
+
+/* ----------------------------------------------------------------------------------------- open and describe */
+
+typedef enum akv_llama_stage {
+    AKV_LLAMA_STAGE_LOAD = 0,     /* done / total in thousandths */
+    AKV_LLAMA_STAGE_PREFILL = 1,  /* tokens */
+    AKV_LLAMA_STAGE_COMPRESS = 2, /* layers */
+    AKV_LLAMA_STAGE_DECODE = 3    /* tokens of one akv_llama_decode call */
+} akv_llama_stage;
+
+/* Called on the caller's thread, also inside long steps (about 20 times a second); nonzero asks to stop: the running
+ * call returns AKV_E_CANCELLED. */
+typedef int (*akv_llama_progress_fn)(void *opaque, akv_llama_stage stage, uint64_t done, uint64_t total);
+
+/* One line of libllama's log, without its level. */
+typedef void (*akv_llama_log_fn)(void *opaque, const char *text);
+
+typedef enum akv_llama_log_level {
+    AKV_LLAMA_LOG_NONE = 0,
+    AKV_LLAMA_LOG_ERRORS = 1,
+    AKV_LLAMA_LOG_WARNINGS = 2,
+    AKV_LLAMA_LOG_INFO = 3,
+    AKV_LLAMA_LOG_DEBUG = 4
+} akv_llama_log_level;
+
+typedef struct akv_llama_options {
+    size_t struct_size;
+    const char *model_path;        /* GGUF; read during akv_llama_open only */
+    uint32_t num_threads;          /* of libllama's own operators; 0 = 1 */
+    uint32_t tail_cells;           /* cells of context B; 1024. Rounded up by libllama to a multiple of 256 */
+    uint32_t batch_tokens;         /* tokens per graph, at least 64; 512 */
+    uint32_t observation_queries;  /* W; 32 */
+    uint32_t use_amx;              /* 0: a libllama built with AMX is kept from using it (and from repacking weights),
+                                      because AMX ends the process in many virtual machines; 1: it may */
+    akv_llama_log_level log_level; /* NONE: libllama is silenced */
+    akv_llama_log_fn log;          /* receives what log_level lets through; NULL silences too */
+    void *log_opaque;
+    akv_llama_progress_fn progress; /* NULL is fine */
+    void *progress_opaque;
+    const akv_executor *executor; /* for compression and attention; NULL = serial; must outlive the host */
+} akv_llama_options;
+
+void akv_llama_options_init(akv_llama_options *options);
+
+/*
+ * akv_llama_open() - load a model. No context is made yet.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_IO (no such file, or libllama cannot load it), AKV_E_UNSUPPORTED
+ * (recurrent, encoder-decoder and diffusion models), AKV_E_NO_MEMORY, AKV_E_CANCELLED.
+ */
+akv_status akv_llama_open(const akv_llama_options *options, akv_llama **out, akv_diag *diag);
+void akv_llama_close(akv_llama *host); /* NULL is fine */
+
+/*
+ * What must agree between the model that made a store and the model that answers from it. Fixed-width fields in one
+ * order without padding: little-endian programs may write the struct as it is (96 bytes).
+ */
+typedef struct akv_llama_fingerprint {
+    uint32_t num_layers;
+    uint32_t num_heads; /* of the first layer that has any */
+    uint32_t num_kv_heads;
+    uint32_t embedding_dim;
+    uint32_t vocab_tokens;
+    int32_t rope_type; /* llama_model_rope_type */
+    uint64_t weight_bytes;
+    uint64_t hash[2];     /* 128 bits over metadata, token texts and samples of every tensor's data */
+    char description[48]; /* llama_model_desc, zero-padded; for messages, not compared */
+} akv_llama_fingerprint;
+
+typedef struct akv_llama_model_info {
+    size_t struct_size;
+    char architecture[64]; /* general.architecture */
+    char name[128];        /* general.name, or empty */
+    char description[128]; /* e.g. "llama 135M Q4_1" */
+    char library[64];      /* version of libllama */
+    uint32_t num_layers;
+    uint32_t num_heads;
+    uint32_t num_kv_heads;
+    uint32_t gqa_group;
+    uint32_t head_dim_k;
+    uint32_t head_dim_v;
+    uint32_t sliding_window; /* tokens, 0 = none */
+    uint32_t train_context;  /* tokens */
+    uint32_t vocab_tokens;
+    uint32_t has_chat_template;
+    uint64_t weight_bytes;
+    akv_llama_fingerprint fingerprint;
+} akv_llama_model_info;
+
+void akv_llama_model_info_init(akv_llama_model_info *info);
+akv_status akv_llama_get_model_info(const akv_llama *host, akv_llama_model_info *out, akv_diag *diag);
+
+/*
+ * AKV_OK when a store with fingerprint `made_with` can be used with this host's model, else AKV_E_MISMATCH and the
+ * first field that differs. akv_llama_attach does this itself.
+ */
+akv_status akv_llama_check_fingerprint(const akv_llama *host, const akv_llama_fingerprint *made_with, akv_diag *diag);
+
+/* -------------------------------------------------------------------------------------------- text and tokens */
+
+/* Token arrays come from malloc; release them with akv_llama_free_tokens (NULL is fine). */
+void akv_llama_free_tokens(int32_t *tokens);
+
+/* Plain tokenisation. add_special: let the model add its BOS; parse_special: turn texts like <|im_end|> into tokens. */
+akv_status akv_llama_tokenize(const akv_llama *host, const char *text, size_t text_bytes, int add_special,
+                              int parse_special, int32_t **tokens, size_t *num_tokens, akv_diag *diag);
+
+/*
+ * The bytes of one token (may be part of a UTF-8 character). *bytes is set to the length; AKV_E_NO_SPACE when capacity
+ * is smaller (64 is plenty for real vocabularies). Control tokens give no bytes unless special != 0.
+ */
+akv_status akv_llama_token_text(const akv_llama *host, int32_t token, int special, char *text, size_t capacity,
+                                size_t *bytes, akv_diag *diag);
+int akv_llama_is_end(const akv_llama *host, int32_t token); /* nonzero: the token ends an answer */
+
+typedef enum akv_llama_prompt {
+    AKV_LLAMA_CHAT = 0, /* the model's chat template: one user turn, document first, question last */
+    AKV_LLAMA_RAW = 1   /* BOS, document, then the question's text as it is */
+} akv_llama_prompt;
+
+/*
+ * akv_llama_render_document() / akv_llama_render_question() - the two halves of one prompt.
+ *
+ * The document's half is everything up to and including the document; the question's half is a separator, the question,
+ * the end of the turn and the assistant's header (AKV_LLAMA_RAW: only the question's text). Concatenated they are the
+ * whole prompt. Neither document nor question is ever read as control tokens. Give the same system text (NULL = none)
+ * to both. In the chat form a model without template, or with one outside the list that libllama can render, is
+ * AKV_E_UNSUPPORTED with a sentence that names raw mode. An empty document or question is AKV_E_INVALID_ARGUMENT.
+ */
+akv_status akv_llama_render_document(const akv_llama *host, akv_llama_prompt form, const char *system,
+                                     const char *document, size_t document_bytes, int32_t **tokens, size_t *num_tokens,
+                                     akv_diag *diag);
+akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt form, const char *system,
+                                     const char *question, size_t question_bytes, int32_t **tokens, size_t *num_tokens,
+                                     akv_diag *diag);
+
+/* --------------------------------------------------------------------------------------- prefill and compress */
+
+/*
+ * akv_llama_prefill() - read the document densely in context A (stock llama.cpp with flash attention, f16 cache).
+ *
+ *   tokens         in  [num_tokens], positions 0, 1, ...; num_tokens >= 1 and at most the model's context
+ *   reserve_cells  in  cells kept free for decoding densely afterwards; 0 when the cache will be compressed
+ *
+ * Before the long run the graph is examined on a few tokens; a model that cannot be hosted is AKV_E_UNSUPPORTED with
+ * the reason. Afterwards akv_llama_logits(host, -1) are those of the last token, and akv_llama_decode goes on densely.
+ * Also AKV_E_NO_MEMORY, AKV_E_CANCELLED (nothing is kept then). A former dense cache of this host is freed first.
+ */
+akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells,
+                             akv_diag *diag);
+
+typedef enum akv_llama_method {
+    AKV_LLAMA_ANCHOR = 0, /* akv_compress */
+    AKV_LLAMA_SNAPKV = 1, /* akv_evict_snapkv at the same byte budget */
+    AKV_LLAMA_EXACT = 2   /* akv_segment_create_dense: everything kept, for control */
+} akv_llama_method;
+
+/*
+ * akv_llama_compress() - every full-attention layer of the dense cache -> one segment each; the other layers' state is
+ * copied as it is. config->executor NULL means the host's. config->budget_bytes, if given, is for ONE layer.
+ * After a dense decode, rewind first (else AKV_E_BAD_STATE). The dense cache stays, so a failure or a second method
+ * costs no second prefill. Errors of akv_compress pass through with the layer named.
+ */
+akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const akv_config *config, akv_llama_store **out,
+                              akv_diag *diag);
+
+/* Free context A and its dense cache; notes the resident bytes before and after. AKV_OK when there is none. */
+akv_status akv_llama_free_dense(akv_llama *host, akv_diag *diag);
+
+/* ----------------------------------------------------------------------------------------------------- stores */
+
+typedef enum akv_llama_layer_kind {
+    AKV_LLAMA_LAYER_HOSTED = 0,  /* its cache lives in segments */
+    AKV_LLAMA_LAYER_WINDOW = 1,  /* sliding window, left to libllama; its cells are in native_state */
+    AKV_LLAMA_LAYER_NO_CACHE = 2 /* recurrent (its state is in native_state), or it reads another layer's cache */
+} akv_llama_layer_kind;
+
+/*
+ * How one layer attends and rotates; learnt from the graph, compared on attach. Fixed-width fields without padding (72
+ * bytes).
+ */
+typedef struct akv_llama_layer {
+    uint32_t kind;         /* akv_llama_layer_kind */
+    uint32_t num_kv_heads; /* this and the rest: 0 unless HOSTED */
+    uint32_t gqa_group;
+    uint32_t head_dim_k;
+    uint32_t head_dim_v;
+    uint32_t rotary_dim;
+    uint32_t rope_style; /* akv_rope_style */
+    uint32_t has_sinks;
+    double rope_magnitude;
+    double sm_scale;
+    double logit_softcap;
+    uint64_t rope_hash;     /* of the rotary parameters and frequency factors as the model gives them */
+    uint32_t num_segments;  /* HOSTED: >= 1, in order of position */
+    uint32_t first_segment; /* index into akv_llama_store_parts.segments */
+} akv_llama_layer;
+
+/* A store taken apart, for writing it to a file and making it again. All arrays are borrowed. */
+typedef struct akv_llama_store_parts {
+    size_t struct_size;
+    akv_llama_fingerprint fingerprint;
+    const int32_t *tokens; /* [num_tokens] the document's token ids */
+    uint64_t num_tokens;
+    int32_t next_position; /* of the first token after the document */
+    uint32_t method;       /* akv_llama_method */
+    uint32_t num_layers;
+    const akv_llama_layer *layers; /* [num_layers] */
+    uint32_t num_segments;         /* of all layers together, in layer order */
+    akv_segment *const *segments;  /* [num_segments] */
+    const void *native_state;      /* libllama's bytes for window and recurrent layers, or NULL */
+    uint64_t native_state_bytes;
+} akv_llama_store_parts;
+
+void akv_llama_store_parts_init(akv_llama_store_parts *parts);
+/* Borrowed views, valid while the store lives. */
+akv_status akv_llama_store_get_parts(const akv_llama_store *store, akv_llama_store_parts *out, akv_diag *diag);
+/*
+ * Copies the arrays and retains the segments. Checks that everything fits together (counts, shapes, positions, layer
+ * order): AKV_E_CORRUPT with the part that does not. Whether the model fits is checked by akv_llama_attach.
+ */
+akv_status akv_llama_store_create(const akv_llama_store_parts *parts, akv_llama_store **out, akv_diag *diag);
+akv_llama_store *akv_llama_store_retain(akv_llama_store *store);
+void akv_llama_store_release(akv_llama_store *store); /* NULL is fine */
+
+/* ----------------------------------------------------------------------------------------------------- decode */
+
+/*
+ * akv_llama_attach() - make context B and answer from `store` (retained) from now on.
+ * Returns AKV_OK, AKV_E_MISMATCH (another model, or its graph rotates or attends differently; the message names the
+ * field and layer), AKV_E_UNSUPPORTED, AKV_E_CORRUPT (native state), AKV_E_NO_MEMORY.
+ */
+akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *diag);
+/* Free context B; decoding goes on densely if the dense cache is still there. AKV_OK when nothing is attached. */
+akv_status akv_llama_detach(akv_llama *host, akv_diag *diag);
+
+/* Forget everything after the document: the next token decoded stands right behind it. Works densely and attached. */
+akv_status akv_llama_rewind(akv_llama *host, akv_diag *diag);
+
+typedef enum akv_llama_logits_mode { AKV_LLAMA_LOGITS_LAST = 0, AKV_LLAMA_LOGITS_ALL = 1 } akv_llama_logits_mode;
+
+/*
+ * akv_llama_decode() - append num_tokens >= 1 tokens to the conversation.
+ *
+ * When B's cells run out they move, exactly, into dense segments of the running conversation, and decoding goes on.
+ * After an error (AKV_E_CANCELLED included) the conversation is undefined until akv_llama_rewind.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (no such token), AKV_E_BAD_STATE (neither prefilled nor attached),
+ * AKV_E_NO_SPACE (the model's context, or densely the reserved cells, are used up), AKV_E_NO_MEMORY, AKV_E_CANCELLED.
+ */
+akv_status akv_llama_decode(akv_llama *host, const int32_t *tokens, size_t num_tokens, akv_llama_logits_mode mode,
+                            akv_diag *diag);
+
+/*
+ * Logits [vocab_tokens] of token `index` of the last decode; -1 = its last token, the only one in LAST mode. NULL when
+ * there are none. Valid until the next call that decodes, rewinds, attaches, detaches or frees.
+ */
+const float *akv_llama_logits(const akv_llama *host, int64_t index);
+
+int32_t akv_llama_next_position(const akv_llama *host); /* of the next token; -1 when neither prefilled nor attached */
+
+/* ------------------------------------------------------------------------------------------------------ stats */
+
+typedef struct akv_llama_layer_stats {
+    uint32_t kind;            /* akv_llama_layer_kind */
+    double seconds;           /* spent compressing */
+    akv_segment_info segment; /* HOSTED: its first segment */
+} akv_llama_layer_stats;
+
+typedef struct akv_llama_stats {
+    size_t struct_size;
+    double load_seconds;
+    uint64_t prefill_tokens;
+    double prefill_seconds;
+    double compress_seconds;
+    uint64_t decode_tokens; /* since attach (attached) or since prefill (densely) */
+    double decode_seconds;
+    double attend_seconds;      /* the part of decode_seconds spent in akv_attend */
+    uint64_t tail_moves;        /* how often B's cells moved into dense segments */
+    uint64_t dense_cache_bytes; /* hosted layers, prefix tokens only, 16 bit */
+    uint64_t compressed_bytes;  /* the segments that replace them, objects included */
+    uint64_t native_bytes;      /* state of layers left to libllama */
+    uint64_t context_a_cells;   /* cells that context A had (padding included); 0 if there was no prefill */
+    uint64_t rss_before;        /* resident bytes just before and after context A was freed; 0 = not measured */
+    uint64_t rss_after;
+    uint32_t hosted_layers;
+    uint32_t native_layers; /* WINDOW and NO_CACHE */
+    uint32_t num_layers;
+    const akv_llama_layer_stats
+        *layers; /* [num_layers] of the last compress or attach, or NULL; valid until the next */
+} akv_llama_stats;
+
+void akv_llama_stats_init(akv_llama_stats *stats);
+akv_status akv_llama_get_stats(const akv_llama *host, akv_llama_stats *out, akv_diag *diag);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

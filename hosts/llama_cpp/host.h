@@ -1,0 +1,216 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * host.h - what the files of the llama.cpp host share: the host object, what is learnt from a graph, and the steps that
+ * cross files. Not installed.
+ */
+#ifndef AKVL_HOST_H
+#define AKVL_HOST_H
+
+#include "akv_llama.h"
+
+#include <llama.h>
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdlib.h>
+
+/* ----------------------------------------------------------------------------------------- learnt from a graph */
+
+/* One attention cache, named by libllama's layer number; several layers of a model may read the same cache. */
+typedef struct akvl_layer {
+    bool seen; /* a flash-attention node reads it */
+    uint32_t num_kv_heads;
+    uint32_t gqa_group;
+    uint32_t head_dim_k;
+    uint32_t head_dim_v;
+    int64_t cells; /* rows of the cache root */
+    float sm_scale;
+    float logit_softcap;
+    bool has_sinks;
+    bool has_rope;
+    uint32_t rotary_dim;
+    akv_rope_style rope_style;
+    double magnitude;
+    double *inv_freq; /* [rotary_dim / 2], owned */
+    uint64_t rope_hash;
+    struct ggml_tensor *k_root; /* the cache itself; lives as long as its context */
+    struct ggml_tensor *v_root;
+} akvl_layer;
+
+typedef struct akvl_graph {
+    uint32_t num_layers;
+    akvl_layer *layers; /* [num_layers] */
+    uint32_t num_nodes; /* flash-attention nodes met */
+    akv_diag problem;   /* the first reason not to host this graph; status 0 = none */
+} akvl_graph;
+
+akv_status akvl_graph_create(uint32_t num_layers, akvl_graph **out, akv_diag *diag);
+void akvl_graph_free(akvl_graph *graph);
+/* Look at one node, without its data; problems are noted in graph->problem. */
+void akvl_graph_learn(akvl_graph *graph, struct ggml_tensor *node);
+/* Cache number of a flash-attention node, or -1. */
+int akvl_node_layer(const akvl_graph *graph, const struct ggml_tensor *node);
+/* AKV_OK when at least one layer could be hosted and nothing forbids it. full_cells: rows of a full-attention cache. */
+akv_status akvl_graph_check(const akvl_graph *graph, int64_t full_cells, akv_diag *diag);
+/* AKV_OK when both rotate and attend alike in every layer that is_hosted marks. */
+akv_status akvl_graph_compare(const akvl_graph *a, const akvl_graph *b, const bool *is_hosted, akv_diag *diag);
+/* The same for what a store remembers of one layer; AKV_E_MISMATCH otherwise. */
+akv_status akvl_signature_compare(const akv_llama_layer *a, const akv_llama_layer *b, uint32_t layer, akv_diag *diag);
+/* Fills what a store keeps of a hosted layer, except the segment counts. */
+void akvl_layer_signature(const akvl_layer *layer, akv_llama_layer *out);
+
+/*
+ * The rotation that ggml's RoPE operator applies. inv_freq has n_dims / 2 entries; the result turns position p of plane
+ * j by p * inv_freq[j] and multiplies by the returned magnitude.
+ */
+typedef struct akvl_rope_params {
+    int32_t n_dims;
+    int32_t mode;
+    int32_t n_ctx_orig;
+    float freq_base;
+    float freq_scale;
+    float ext_factor;
+    float attn_factor;
+    float beta_fast;
+    float beta_slow;
+} akvl_rope_params;
+
+double akvl_rope_table(const akvl_rope_params *params, const float *freq_factors, double *inv_freq);
+
+/* ------------------------------------------------------------------------------------------------------- store */
+
+struct akv_llama_store {
+    atomic_uint references;
+    akv_llama_store_parts parts; /* points into the arrays below */
+    int32_t *tokens;
+    akv_llama_layer *layers;
+    akv_segment **segments;
+    void *native_state;
+};
+
+/* -------------------------------------------------------------------------------------------------------- host */
+
+typedef enum akvl_mode {
+    AKVL_IDLE = 0,    /* libllama runs on its own */
+    AKVL_LEARN = 1,   /* look at every node, break nowhere */
+    AKVL_CAPTURE = 2, /* break after attention of hosted layers and take the last queries */
+    AKVL_REPLACE = 3  /* break after attention of hosted layers and overwrite its output */
+} akvl_mode;
+
+/* Handed to libllama when a context is made; what it does is switched by mode. */
+typedef struct akvl_hook {
+    akv_llama *host;
+    akvl_mode mode;
+    akvl_graph *graph; /* LEARN: filled */
+    akv_diag failure;  /* the first error inside the callback; status 0 = none */
+    /* CAPTURE */
+    bool *taken;          /* [num_layers] */
+    float **queries;      /* [num_layers] -> [H*G, W, d_k] or NULL */
+    uint32_t num_queries; /* W rows wanted */
+    uint64_t visible;     /* cells the last token must see: the whole document */
+    bool masked;          /* some layer hid cells from the last token */
+    /* abort hook */
+    akv_llama_stage stage;
+    uint64_t done;
+    uint64_t total;
+    int64_t next_poll_us;
+    bool cancelled;
+} akvl_hook;
+
+/* Dense segments that B's cells moved into, one list per hosted layer, all of one length. */
+typedef struct akvl_running {
+    akv_segment ***lists; /* [num_layers] -> [capacity]: the store's segments first, borrowed, then owned ones */
+    uint32_t *counts;     /* [num_layers] */
+    uint32_t *borrowed;   /* [num_layers] */
+    uint32_t *capacities; /* [num_layers] */
+} akvl_running;
+
+struct akv_llama {
+    akv_llama_options options;
+    struct llama_model *model;
+    const struct llama_vocab *vocab;
+    akv_llama_model_info info;
+    uint32_t num_layers;
+    struct llama_batch batch; /* room for options.batch_tokens */
+
+    /* context A: the dense cache */
+    struct llama_context *dense;
+    akvl_hook dense_hook;
+    akvl_graph *dense_graph;
+    akv_diag not_hostable; /* why the prefilled model cannot be compressed; status 0 = it can */
+    bool *is_hosted;       /* [num_layers] */
+    int32_t *tokens;       /* [num_tokens] the document */
+    uint64_t num_tokens;
+    uint64_t dense_position; /* next */
+    uint64_t dense_cells;
+    void *dense_state; /* window and recurrent layers just after the document, or NULL */
+    size_t dense_state_bytes;
+
+    /* context B: the tail */
+    struct llama_context *tail;
+    akvl_hook tail_hook;
+    akvl_graph *tail_graph;
+    akv_llama_store *store;
+    akvl_running running;
+    uint32_t tail_limit; /* cells that may be used before they move */
+    uint32_t tail_used;
+    int32_t tail_position; /* next */
+    int32_t tail_first;    /* position of B's cell 0 */
+    void *workspace;
+    size_t workspace_bytes;
+
+    /* outcome of the last decode or prefill */
+    float *logits;
+    size_t logits_capacity; /* rows */
+    size_t logits_rows;
+
+    akv_llama_stats stats;
+    akv_llama_layer_stats *layer_stats; /* [num_layers] */
+};
+
+akv_status akvl_fail(akv_diag *diag, akv_status status, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+/* The first error line that libllama logged since it was last told to forget; a sentence's tail, never NULL. */
+void akvl_forget_errors(void);
+const char *akvl_first_error(void);
+double akvl_seconds(void);
+uint64_t akvl_resident_bytes(void);
+/* Zeroed memory for n elements; NULL when that overflows or there is none. n == 0 gives one element. */
+void *akvl_new(size_t n, size_t element_bytes);
+
+akv_status akvl_fingerprint(akv_llama *host, akv_diag *diag);
+
+/* Context with the callback in place; cells as libllama rounds them. */
+struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_hook *hook);
+/* Cells that context B needs. */
+uint32_t akvl_tail_cells(const akv_llama *host);
+/* Cells that context A needs for this many tokens. */
+uint32_t akvl_dense_cells(const akv_llama *host, uint64_t tokens);
+/* The first num_tokens cells of a layer's cache as the core takes them; queries are left out. */
+void akvl_describe_layer(const akvl_layer *from, int32_t number, uint64_t num_tokens, int32_t first_position,
+                         akv_layer *out);
+/* Run a throwaway context of B's size over a few tokens and learn its graph. */
+akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens, akvl_graph **out, akv_diag *diag);
+/* One llama_decode; logits of the last (or all) tokens are wanted when asked for. */
+akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *hook, const int32_t *tokens,
+                    size_t num_tokens, int32_t position, bool want_last, bool want_all, akv_diag *diag);
+akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row,
+                            akv_diag *diag);
+bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
+/* The two modes that break: called with computed nodes. */
+void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
+void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
+
+/* State of window and recurrent layers of sequence 0. */
+akv_status akvl_save_native(struct llama_context *context, void **out, size_t *bytes, akv_diag *diag);
+akv_status akvl_load_native(struct llama_context *context, const void *state, size_t bytes, akv_diag *diag);
+
+void akvl_drop_dense(akv_llama *host);
+void akvl_drop_tail(akv_llama *host);
+/* Fills host->layer_stats from a store; seconds are left as they are. */
+void akvl_note_store(akv_llama *host, const akv_llama_store *store);
+
+#endif

@@ -1,0 +1,162 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ref_attend.c - softmax attention over decoded segments and a dense tail, in double precision. */
+#include "core/base.h"
+#include "core/segment.h"
+#include "ref/ref.h"
+
+#include <stdlib.h>
+
+static double norm(const double *x, uint32_t n)
+{
+    double sum = 0;
+    for (uint32_t i = 0; i < n; i++)
+        sum += x[i] * x[i];
+    return sqrt(sum);
+}
+
+/* Largest error of the same computation in plain fp32 loops over keys and values rounded to fp32. */
+static double plain_error(const double *q, uint64_t n, const double *keys, uint32_t dim_k, const double *values,
+                          uint32_t dim_v, const double *bias, double scale, double cap, const float *sink, double top,
+                          const double *want)
+{
+    float out[1024] = {0}, sum = sink != NULL ? expf(*sink - (float)top) : 0;
+    for (uint64_t p = 0; p < n; p++) {
+        if (bias != NULL && bias[p] == -INFINITY)
+            continue;
+        float dot = 0;
+        for (uint32_t i = 0; i < dim_k; i++)
+            dot += (float)q[i] * (float)keys[p * dim_k + i];
+        float l = (float)scale * dot;
+        if (cap > 0)
+            l = (float)cap * tanhf(l / (float)cap);
+        if (bias != NULL)
+            l += (float)bias[p];
+        float w = expf(l - (float)top);
+        sum += w;
+        for (uint32_t i = 0; i < dim_v; i++)
+            out[i] += w * (float)values[p * dim_v + i];
+    }
+    double worst = 0;
+    for (uint32_t i = 0; i < dim_v && sum > 0; i++)
+        worst = fmax(worst, fabs((double)(out[i] / sum) - want[i]));
+    return worst;
+}
+
+bool ref_attend_row(const double *q, uint64_t n, const double *keys, const double *key_sizes, uint32_t dim_k,
+                    const double *values, const double *value_sizes, uint32_t dim_v, const double *bias, double scale,
+                    double cap, const float *sink, double *out, ref_row_result *result)
+{
+    double *logit = malloc((n + 1) * sizeof *logit);
+    if (logit == NULL)
+        return false;
+    double q_norm = norm(q, dim_k);
+    double max = -INFINITY, tol_logit = 0;
+    uint64_t visible = 0;
+    for (uint64_t p = 0; p < n; p++) {
+        double dot = 0;
+        for (uint32_t i = 0; i < dim_k; i++)
+            dot += q[i] * keys[p * dim_k + i];
+        double l = scale * dot;
+        if (cap > 0)
+            l = cap * tanh(l / cap);
+        if (bias != NULL)
+            l += bias[p];
+        logit[p] = l;
+        if (l == -INFINITY)
+            continue;
+        visible++;
+        max = fmax(max, l);
+        double size = key_sizes != NULL ? key_sizes[p] : norm(keys + p * dim_k, dim_k);
+        double tol = ref_gamma(dim_k) * scale * q_norm * size + 4 * REF_U * fabs(l);
+        tol_logit = fmax(tol_logit, tol);
+    }
+    double top = sink != NULL && *sink > max ? *sink : max;
+    double sum = sink != NULL ? exp(*sink - top) : 0;
+    double mass = 0; /* sum_p a_p |v_p|: scales the rounding of out */
+    for (uint32_t i = 0; i < dim_v; i++)
+        out[i] = 0;
+    for (uint64_t p = 0; p < n; p++) {
+        if (logit[p] == -INFINITY)
+            continue;
+        double w = exp(logit[p] - top);
+        sum += w;
+        for (uint32_t i = 0; i < dim_v; i++)
+            out[i] += w * values[p * dim_v + i];
+        mass += w * (value_sizes != NULL ? value_sizes[p] : norm(values + p * dim_v, dim_v));
+    }
+    for (uint32_t i = 0; i < dim_v; i++)
+        out[i] = sum > 0 ? out[i] / sum : 0;
+    result->max = max;
+    result->lse = sum > 0 ? top + log(sum) : -INFINITY;
+    result->tol_logit = tol_logit + ref_gamma((double)visible);
+    /* a weight is off by tol_logit in its exponent, and so is the denominator; both sums and the products round besides
+     */
+    result->tol_out = sum > 0 ? mass / sum * (2 * tol_logit + 2 * ref_gamma((double)visible) + ref_gamma(dim_v)) : 0;
+    result->plain = plain_error(q, n, keys, dim_k, values, dim_v, bias, scale, cap, sink, top, out);
+    free(logit);
+    return true;
+}
+
+/* Keys or values of one KV head over all segments and the tail, one after the other; their sizes too. */
+static bool gather(const akv_attend_params *params, int side, uint32_t head, double *out, double *size)
+{
+    uint32_t dim = side == AKV_SIDE_K ? params->head_dim_k : params->head_dim_v;
+    uint64_t at = 0;
+    for (uint32_t s = 0; s < params->num_segments; s++) {
+        const void *blob = akv_segment_data(params->segments[s], NULL);
+        if (!ref_decode(blob, side, head, out + at * dim, size + at))
+            return false;
+        at += ((const akv_header *)blob)->num_tokens;
+    }
+    const akv_tensor *tail = side == AKV_SIDE_K ? &params->tail_keys : &params->tail_values;
+    for (uint64_t j = 0; j < params->tail_tokens; j++, at++) {
+        for (uint32_t i = 0; i < dim; i++)
+            out[at * dim + i] = akv_tensor_at(tail, head, (int64_t)j, i);
+        size[at] = norm(out + at * dim, dim);
+    }
+    return true;
+}
+
+bool ref_attend(const akv_attend_params *params, double *out, ref_row_result *rows)
+{
+    uint32_t dk = params->head_dim_k, dv = params->head_dim_v, T = params->num_queries;
+    uint64_t before = 0; /* tokens in segments: every query sees them */
+    for (uint32_t s = 0; s < params->num_segments; s++)
+        before += ((const akv_header *)akv_segment_data(params->segments[s], NULL))->num_tokens;
+    uint64_t n = before + params->tail_tokens;
+    double *keys = malloc((n * dk + 1) * sizeof *keys);
+    double *values = malloc((n * dv + 1) * sizeof *values);
+    double *key_sizes = malloc((n + 1) * sizeof *key_sizes);
+    double *value_sizes = malloc((n + 1) * sizeof *value_sizes);
+    double *bias = malloc((n + 1) * sizeof *bias);
+    double *q = malloc(dk * sizeof *q);
+    bool ok = keys != NULL && values != NULL && key_sizes != NULL && value_sizes != NULL && bias != NULL && q != NULL;
+    for (uint32_t head = 0; ok && head < params->num_kv_heads; head++) {
+        ok = gather(params, AKV_SIDE_K, head, keys, key_sizes) && gather(params, AKV_SIDE_V, head, values, value_sizes);
+        for (uint32_t g = 0; ok && g < params->gqa_group; g++)
+            for (uint32_t t = 0; ok && t < T; t++) {
+                uint32_t query_head = head * params->gqa_group + g;
+                for (uint32_t i = 0; i < dk; i++)
+                    q[i] = akv_tensor_at(&params->queries, query_head, t, i);
+                for (uint64_t p = 0; p < before; p++)
+                    bias[p] = 0;
+                for (uint64_t j = 0; j < params->tail_tokens; j++) {
+                    if (params->tail_mask.data != NULL)
+                        bias[before + j] = akv_tensor_at(&params->tail_mask, 0, t, (int64_t)j);
+                    else /* causal: j <= n - T + t */
+                        bias[before + j] = (int64_t)j <= (int64_t)params->tail_tokens - (int64_t)T + t ? 0 : -INFINITY;
+                }
+                uint64_t row = (uint64_t)query_head * T + t;
+                ok = ref_attend_row(q, n, keys, key_sizes, dk, values, value_sizes, dv, bias, params->sm_scale,
+                                    params->logit_softcap, params->sinks != NULL ? &params->sinks[query_head] : NULL,
+                                    out + row * dv, &rows[row]);
+            }
+    }
+    free(keys);
+    free(values);
+    free(key_sizes);
+    free(value_sizes);
+    free(bias);
+    free(q);
+    return ok;
+}

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command without a model: help, plan, info, verify, wrong options, damaged and unwritable files."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from harness import Harness  # noqa: E402
+
+SHAPE = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128", "--gqa-group", "4"]
+
+
+def test_help(t):
+    t.run(code=1, err="usage: akv")
+    t.run("help", out="commands:")
+    t.run("--help", out="commands:")
+    t.run("version", out="akv ")
+    t.run("--version", out="akv ")
+    t.run("nonsense", code=1, err="no command")
+    t.run("help", "nonsense", code=1, err="no command")
+    for command in ("plan", "info", "verify"):
+        t.run(command, "--help", out="usage: akv " + command)
+        t.run("help", command, out="usage: akv " + command)
+        t.run(command, "--nonsense", code=1, err="--help")
+
+
+def test_plan(t, folder):
+    t.run("plan", *SHAPE, "--tokens", "131072", "--ratio", "20", out="compressed")
+    path = os.path.join(folder, "plan.json")
+    t.run("plan", *SHAPE, "--tokens", "131072", "--ratio", "20", "--json", path)
+    with open(path, encoding="utf-8") as file:
+        plan = json.load(file)
+    t.check(plan["dense_bytes"] == 32 * 8 * 128 * 2 * 2 * 131072, "plan: dense bytes")
+    t.check(plan["compressed_bytes"] <= plan["budget_bytes"], "plan: over budget")
+    t.check(plan["budget_bytes"] <= plan["dense_bytes"] / 20, "plan: budget is not a twentieth")
+    t.check(plan["ratio"] >= 20, "plan: ratio")
+    only = t.run("plan", *SHAPE, "--tokens", "4096", "--keep", "0.1", "--json", "-")
+    t.check(json.loads(only.out)["tokens"] == 4096, "plan --json -: not only JSON on standard output")
+    budget = t.run("plan", *SHAPE, "--tokens", "4096", "--budget", "64M", "--json", "-")
+    t.check(json.loads(budget.out)["compressed_bytes"] <= 64 << 20, "plan --budget: over budget")
+    tight = t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "1000", code=3)
+    smallest = json.loads(t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "4", "--json", "-").out)["min_keep_ratio"]
+    t.check(f"{smallest:.3f}"[:5] in tight.err, f"plan: the smallest keep ratio {smallest} is not named: {tight.err}")
+    t.run("plan", *SHAPE, "--tokens", "20", "--ratio", "10", out="dense")
+    for wrong in (
+        ["--ratio", "0.5"], ["--ratio", "nan"], ["--ratio", "inf"], ["--ratio", "x"], ["--ratio", ""], ["--keep", "0"],
+        ["--keep", "-1"], ["--keep", "1.5"], ["--budget", "0"], ["--budget", "-3"], ["--budget", "3X"],
+        ["--keep", "0.1", "--ratio", "10"], ["--profile", "best"], ["stray"],
+    ):
+        t.run("plan", *SHAPE, "--tokens", "4096", *wrong, code=1)
+    for tokens in ("0", "-5", "1e3", "99999999999999999999"):
+        t.run("plan", *SHAPE, "--tokens", tokens, code=1, err="--tokens")
+    t.run("plan", *SHAPE, code=1, err="--tokens")
+    t.run("plan", "--tokens", "5", code=1, err="-m")
+    t.run("plan", "--layers", "2", "--kv-heads", "2", "--head-dim", "63", "--tokens", "4096", code=2, err="even")
+    t.run("plan", *SHAPE, "--tokens", "4096", "--json", "/nonexistent/plan.json", code=6, err="/nonexistent/plan.json")
+
+
+def test_documents(t, folder, make_document):
+    good = os.path.join(folder, "good.akv")
+    subprocess.run([make_document, good], check=True)
+    with open(good, "rb") as file:
+        data = file.read()
+
+    def variant(name, content):
+        path = os.path.join(folder, name)
+        with open(path, "wb") as file:
+            file.write(content)
+        return path
+
+    t.run("verify", good, out="ok, 400 tokens, 3 segments")
+    t.run("verify", "-q", good)
+    t.run("info", good, out="noise.txt")
+    t.run("info", "--layers", "--sections", good, out="xxh3")
+    report = json.loads(t.run("info", "--json", "-", good).out)
+    t.check(report["tokens"] == 400 and len(report["layers"]) == 3, "info --json: tokens or layers")
+    t.check(report["file_bytes"] == len(data), "info --json: file size")
+    t.check(sum(v for k, v in report["bytes"].items() if k != "total") == report["bytes"]["total"], "info: kinds do not add up")
+    t.check(report["compressed_bytes"] <= report["budget_bytes"], "info: over budget")
+
+    t.run("verify", variant("empty.akv", b""), code=4, err="empty")
+    t.run("verify", variant("text.akv", b"This is a text. " * 100), code=4, err="not a compressed document")
+    t.run("verify", variant("short.akv", data[:60]), code=4, err="too few")
+    t.run("verify", variant("cut.akv", data[:-64]), code=4, err="truncated")
+    t.run("verify", variant("long.akv", data + bytes(64)), code=4, err="padded")
+    t.run("verify", variant("swapped.akv", data[3::-1] + data[4:]), code=4, err="byte order")
+    t.run("verify", variant("major.akv", data[:4] + b"\x07\x00" + data[6:]), code=4, err="format 7.0")
+    for at in range(0, len(data), 997):
+        flipped = bytearray(data)
+        flipped[at] ^= 0x10
+        t.run("verify", variant("flipped.akv", flipped), code=4)
+    flipped = bytearray(data)
+    flipped[len(data) // 2] ^= 1
+    t.run("info", variant("flipped.akv", flipped), code=4, err="changed")
+    t.run("verify", good, variant("flipped.akv", flipped), good, code=4, err="flipped.akv")
+    t.run("verify", folder, code=2, err="directory")
+    t.run("verify", os.path.join(folder, "missing.akv"), code=6, err="missing.akv")
+    t.run("verify", "/dev/null", code=2, err="regular file")
+    t.run("verify", code=1, err="which file")
+    t.run("info", code=1, err="one .akv file")
+    t.run("info", good, good, code=1)
+
+
+def test_full_disk(t, folder):
+    if not os.path.exists("/dev/full"):
+        return
+    with open("/dev/full", "wb") as full:
+        t.run("plan", *SHAPE, "--tokens", "4096", code=6, err="standard output", stdout=full)
+        t.run("info", os.path.join(folder, "good.akv"), code=6, err="standard output", stdout=full)
+    t.run("plan", *SHAPE, "--tokens", "4096", "--json", "/dev/full", code=6, err="No space")
+    t.check(not [name for name in os.listdir(folder) if name.endswith(".tmp")], "a temporary file was left behind")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--akv", required=True)
+    parser.add_argument("--make-document", required=True)
+    args = parser.parse_args()
+    t = Harness(args.akv)
+    with tempfile.TemporaryDirectory() as folder:
+        test_help(t)
+        test_plan(t, folder)
+        test_documents(t, folder, args.make_document)
+        test_full_disk(t, folder)
+    return t.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * check_segment.h - holds one compressed segment against the reference: every choice that the compressor made, one
+ * after the other, each judged given the choices before it (so that one near-tie does not fail everything behind it).
+ */
+#ifndef AKV_CHECK_SEGMENT_H
+#define AKV_CHECK_SEGMENT_H
+
+#include "anchorkv/akv_experimental.h"
+
+/* Near-ties decided otherwise than by the reference, for the record. */
+typedef struct check_stats {
+    unsigned long tokens, other_anchor, codes, other_code, residuals;
+} check_stats;
+
+void check_compressed(const char *name, const akv_layer *layer, const akv_config *config, const akv_segment *segment,
+                      check_stats *stats);
+
+/* akv_segment_decode of everything, and of some odd ranges, against ref_decode. */
+void check_decode(const char *name, const akv_segment *segment);
+
+#endif

@@ -1,0 +1,389 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_kernels.c - every variant of the inner loops that this machine can run: bit-identical to the generic one, and
+ * within rounding of plain double loops; nothing written outside the buffers, nothing wrong at odd sizes and addresses.
+ */
+#include "akv_test.h"
+#include "cases.h"
+#include "kernels/kernels.h"
+
+enum { MOST = 1024, ROWS = 9, GUARD = 32 };
+
+static const akv_kernels *variants[4];
+static int num_variants;
+
+static void find_variants(void)
+{
+    variants[num_variants++] = &akv_kernels_generic;
+#ifdef AKV_HAVE_X86_KERNELS
+    if (__builtin_cpu_supports("avx2"))
+        variants[num_variants++] = &akv_kernels_avx2;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq"))
+        variants[num_variants++] = &akv_kernels_avx512;
+#endif
+}
+
+/* A float buffer with a guard on both sides, at an odd address (4 mod 64). */
+typedef struct guarded {
+    float *all, *data;
+    size_t n;
+} guarded;
+
+static guarded guarded_make(size_t n)
+{
+    guarded g = {must(aligned_alloc(64, ((n + 2 * GUARD + 1) * 4 + 63) / 64 * 64)), NULL, n};
+    for (size_t i = 0; i < n + 2 * GUARD + 1; i++)
+        g.all[i] = 777;
+    g.data = g.all + GUARD + 1;
+    return g;
+}
+
+static void guarded_free(guarded *g, const char *what)
+{
+    int intact = 1;
+    for (size_t i = 0; i <= GUARD; i++)
+        intact &= g->all[i] == 777;
+    for (size_t i = 0; i + 1 < GUARD; i++)
+        intact &= g->data[g->n + i] == 777;
+    CHECK_MSG(intact, "%s wrote outside its buffer", what);
+    free(g->all);
+}
+
+static void fill(float *x, size_t n, akv_rng *rng)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] = (float)random_gauss(rng);
+}
+
+/* Runs the body for every variant with the same input, then compares bits with the generic output `first`. */
+#define FOR_VARIANTS(k)                       \
+    for (int v_ = 0; v_ < num_variants; v_++) \
+        for (const akv_kernels *k = variants[v_]; k != NULL; k = NULL)
+#define SAME(first, now, n, what)                                                                          \
+    do {                                                                                                   \
+        if (v_ == 0)                                                                                       \
+            memcpy(first, now, (n) * sizeof(float));                                                       \
+        else                                                                                               \
+            CHECK_MSG(memcmp(first, now, (n) * sizeof(float)) == 0, "%s of %s differs from generic", what, \
+                      variants[v_]->isa);                                                                  \
+    } while (0)
+
+static const uint32_t dims[] = {2,  4,  6,  10, 14,  16,  18,  30,  32,  34,  48,
+                                64, 66, 80, 96, 112, 128, 130, 192, 256, 512, 1024};
+enum { DIMS = sizeof dims / sizeof dims[0] };
+
+static float first[ROWS * MOST * AKV_GROUP_LANES];
+
+static void rows_of_16_bit(void)
+{
+    for (int dtype = AKV_F16; dtype <= AKV_BF16; dtype++) {
+        /* all 65536 patterns, in pieces of odd length */
+        uint16_t x[4099];
+        for (uint32_t at = 0; at < 65536; at += 4099) {
+            uint32_t n = at + 4099 <= 65536 ? 4099 : 65536 - at;
+            for (uint32_t i = 0; i < n; i++)
+                x[i] = (uint16_t)(at + i);
+            FOR_VARIANTS(k) {
+                guarded out = guarded_make(n);
+                k->row_f32(x, (akv_dtype)dtype, n, out.data);
+                unsigned wrong = 0;
+                for (uint32_t i = 0; i < n; i++) {
+                    float want = dtype == AKV_F16 ? akv_f16_to_f32(x[i]) : akv_bf16_to_f32(x[i]);
+                    wrong += isnan(want) ? !isnan(out.data[i]) : akv_bits_f32(want) != akv_bits_f32(out.data[i]);
+                }
+                CHECK_MSG(wrong == 0, "%s: %u numbers of dtype %d wrong", k->isa, wrong, dtype);
+                guarded_free(&out, "row_f32");
+            }
+        }
+    }
+}
+
+static void dots(void)
+{
+    akv_rng rng = {1};
+    for (int d = 0; d < DIMS; d++)
+        for (uint32_t rows = 0; rows <= ROWS; rows++) {
+            uint32_t dim = dims[d];
+            guarded q = guarded_make((size_t)ROWS * dim), x = guarded_make(dim);
+            fill(q.data, (size_t)ROWS * dim, &rng);
+            fill(x.data, dim, &rng);
+            FOR_VARIANTS(k) {
+                size_t stride = 1 + rows % 3;
+                guarded out = guarded_make(ROWS * 3);
+                k->rows_dot(q.data, rows, x.data, dim, 0.37f, out.data, stride);
+                for (uint32_t r = 0; r < rows; r++) {
+                    double sum = 0, size = 0;
+                    for (uint32_t i = 0; i < dim; i++) {
+                        sum += (double)q.data[r * dim + i] * x.data[i];
+                        size += fabs((double)q.data[r * dim + i] * x.data[i]);
+                    }
+                    CHECK_NEAR(out.data[r * stride], (double)0.37f * sum, 0.37 * ref_gamma(dim) * size, "%s: dot of %u",
+                               k->isa, dim);
+                }
+                for (size_t i = 0; i < ROWS * 3; i++)
+                    if (i % stride != 0 || i / stride >= rows)
+                        CHECK_MSG(out.data[i] == 777, "rows_dot wrote between its results");
+                SAME(first, out.data, ROWS * 3, "rows_dot");
+                guarded_free(&out, "rows_dot");
+            }
+            FOR_VARIANTS(k) {
+                guarded y = guarded_make((size_t)ROWS * dim);
+                float w[ROWS * 2];
+                for (uint32_t r = 0; r < ROWS * 2; r++)
+                    w[r] = r % 5 == 4 ? 0 : (float)r - 3.25f;
+                memcpy(y.data, q.data, (size_t)ROWS * dim * sizeof(float));
+                k->rows_axpy(w, 2, rows, x.data, dim, y.data);
+                for (uint32_t r = 0; r < ROWS; r++)
+                    for (uint32_t i = 0; i < dim; i++) {
+                        double want = q.data[r * dim + i] + (r < rows ? (double)w[2 * r] * x.data[i] : 0);
+                        CHECK_NEAR(y.data[r * dim + i], want,
+                                   2 * REF_U *
+                                       (fabs((double)q.data[r * dim + i]) + 2 * fabs((double)w[2 * r] * x.data[i])),
+                                   "%s: axpy", k->isa);
+                    }
+                SAME(first, y.data, (size_t)ROWS * dim, "rows_axpy");
+                guarded_free(&y, "rows_axpy");
+            }
+            guarded_free(&q, "rows_dot");
+            guarded_free(&x, "rows_dot");
+        }
+}
+
+static void turns(void)
+{
+    akv_rng rng = {2};
+    for (int d = 0; d < DIMS; d++)
+        for (int part = 0; part < 3; part++)
+            for (int style = 0; style < 2; style++) {
+                uint32_t dim = dims[d], rotary = part == 0 ? 0 : part == 1 ? dim : dim / 4 * 2, planes = rotary / 2;
+                uint16_t a[MOST];
+                float cosine[MOST / 2], sine[MOST / 2];
+                double freq[MOST / 2], want[MOST], order[MOST];
+                for (uint32_t i = 0; i < dim; i++)
+                    a[i] = akv_f32_to_bf16((float)random_gauss(&rng));
+                for (uint32_t j = 0; j < planes; j++) {
+                    freq[j] = 6 * random_unit(&rng);
+                    cosine[j] = (float)cos(freq[j]);
+                    sine[j] = (float)sin(freq[j]);
+                }
+                akv_rope rope = {rotary, (akv_rope_style)style, 1, freq};
+                for (uint32_t i = 0; i < dim; i++)
+                    want[i] = akv_bf16_to_f32(a[i]);
+                ref_rope_rotate(&rope, 1, want);
+                /* into plane order */
+                memcpy(order, want, sizeof order);
+                for (uint32_t j = 0; j < planes && style == AKV_ROPE_INTERLEAVED; j++) {
+                    order[j] = want[2 * j];
+                    order[j + planes] = want[2 * j + 1];
+                }
+                guarded q = guarded_make((size_t)ROWS * dim);
+                fill(q.data, (size_t)ROWS * dim, &rng);
+                FOR_VARIANTS(k) {
+                    guarded out = guarded_make(dim);
+                    k->turn_bf16(a, dim, rotary, (akv_rope_style)style, cosine, sine, out.data);
+                    for (uint32_t i = 0; i < dim;
+                         i++) /* two products and a sum by rounded tables; normals stay below 8 */
+                        CHECK_NEAR(out.data[i], order[i], i < rotary ? 6 * 8 * REF_U : 0, "%s: turn, dim %u of %u",
+                                   k->isa, i, dim);
+                    SAME(first, out.data, dim, "turn_bf16");
+                    guarded_free(&out, "turn_bf16");
+                }
+                for (uint32_t rows = 1; rows <= ROWS; rows += 4)
+                    FOR_VARIANTS(k) {
+                        guarded out = guarded_make((size_t)ROWS * 5);
+                        k->anchor_logits(a, dim, rotary, (akv_rope_style)style, cosine, sine, -1.5f, q.data, rows,
+                                         out.data, 5);
+                        for (uint32_t r = 0; r < rows; r++) {
+                            double sum = 0, size = 0;
+                            for (uint32_t i = 0; i < dim; i++) {
+                                sum += q.data[r * dim + i] * order[i];
+                                size += fabs(q.data[r * dim + i]) * 8;
+                            }
+                            CHECK_NEAR(out.data[5 * r], -1.5 * sum, 1.5 * ref_gamma(dim) * size,
+                                       "%s: anchor logit, dim %u", k->isa, dim);
+                        }
+                        SAME(first, out.data, (size_t)ROWS * 5, "anchor_logits");
+                        guarded_free(&out, "anchor_logits");
+                    }
+                guarded_free(&q, "anchor_logits");
+            }
+}
+
+static void groups(void)
+{
+    akv_rng rng = {3};
+    const float inner = 0.4528f, outer = 1.5104f, level[4] = {-1.5104f, -0.4528f, 0.4528f, 1.5104f};
+    for (int d = 0; d < DIMS; d++)
+        for (uint32_t g = 1; g <= AKV_GROUP_LANES; g++) {
+            uint32_t dim = dims[d], code_bytes = (dim * 2 + 7) / 8;
+            /* exactly as many bytes as the group has: reading beyond shows under a sanitizer */
+            uint8_t *codes = must(malloc(g * code_bytes));
+            for (uint32_t i = 0; i < g * code_bytes; i++)
+                codes[i] = (uint8_t)akv_rng_next(&rng);
+            uint32_t lanes = AKV_GROUP_LANES;
+            guarded group = guarded_make((size_t)dim * lanes);
+            FOR_VARIANTS(k) {
+                k->unpack_group(codes, g, dim, inner, outer, group.data);
+                unsigned wrong = 0;
+                for (uint32_t i = 0; i < dim; i++)
+                    for (uint32_t r = 0; r < lanes; r++) {
+                        uint32_t bit = (i * g + r) * 2;
+                        float want = r < g ? level[(codes[bit / 8] >> (bit % 8)) & 3] : 0;
+                        wrong += group.data[i * lanes + r] != want;
+                    }
+                CHECK_MSG(wrong == 0, "%s: %u levels of a group of %u x %u wrong", k->isa, wrong, g, dim);
+            }
+            uint32_t rows = 1 + g % ROWS;
+            guarded q = guarded_make((size_t)rows * dim);
+            fill(q.data, (size_t)rows * dim, &rng);
+            FOR_VARIANTS(k) {
+                guarded out = guarded_make((size_t)rows * lanes);
+                k->group_dot(q.data, rows, group.data, dim, out.data);
+                for (uint32_t r = 0; r < rows; r++)
+                    for (uint32_t l = 0; l < lanes; l++) {
+                        double sum = 0, size = 0;
+                        for (uint32_t i = 0; i < dim; i++) {
+                            sum += (double)q.data[r * dim + i] * group.data[i * lanes + l];
+                            size += fabs((double)q.data[r * dim + i] * group.data[i * lanes + l]);
+                        }
+                        CHECK_NEAR(out.data[r * lanes + l], sum, ref_gamma(dim) * size, "%s: group dot", k->isa);
+                    }
+                SAME(first, out.data, (size_t)rows * lanes, "group_dot");
+                guarded_free(&out, "group_dot");
+            }
+            float w[ROWS * AKV_GROUP_LANES];
+            fill(w, ROWS * AKV_GROUP_LANES, &rng);
+            FOR_VARIANTS(k) {
+                guarded y = guarded_make((size_t)rows * dim);
+                memcpy(y.data, q.data, (size_t)rows * dim * sizeof(float));
+                k->group_accumulate(w, rows, group.data, dim, y.data);
+                for (uint32_t r = 0; r < rows; r++)
+                    for (uint32_t i = 0; i < dim; i++) {
+                        double sum = q.data[r * dim + i], size = fabs(sum);
+                        for (uint32_t l = 0; l < lanes; l++) {
+                            sum += (double)w[r * lanes + l] * group.data[i * lanes + l];
+                            size += fabs((double)w[r * lanes + l] * group.data[i * lanes + l]);
+                        }
+                        CHECK_NEAR(y.data[r * dim + i], sum, ref_gamma(lanes + 1) * size, "%s: group accumulate",
+                                   k->isa);
+                    }
+                SAME(first, y.data, (size_t)rows * dim, "group_accumulate");
+                guarded_free(&y, "group_accumulate");
+            }
+            guarded_free(&q, "group_dot");
+            guarded_free(&group, "unpack_group");
+            free(codes);
+        }
+}
+
+static void softmax(void)
+{
+    akv_rng rng = {4};
+    for (uint32_t n = 0; n <= 70; n++)
+        FOR_VARIANTS(k) {
+            guarded x = guarded_make(n);
+            rng.state = n;
+            float max = 3.5f;
+            for (uint32_t i = 0; i < n; i++)
+                x.data[i] = i % 11 == 10   ? -INFINITY
+                            : i % 13 == 12 ? max
+                            : i % 7 == 6   ? max - 90
+                                           : max - (float)(87 * random_unit(&rng));
+            double want[70], sum = 0;
+            for (uint32_t i = 0; i < n; i++) {
+                want[i] = exp((double)(x.data[i] - max));
+                if (x.data[i] - max < -87)
+                    want[i] = 0;
+                sum += want[i];
+            }
+            float got = k->exp_sum(x.data, n, max);
+            for (uint32_t i = 0; i < n; i++) /* the contract: 2e-7 */
+                CHECK_NEAR(x.data[i], want[i], 2e-7 * want[i], "%s: exp", k->isa);
+            CHECK_NEAR(got, sum, (2e-7 + ref_gamma(n)) * sum, "%s: sum of %u", k->isa, n);
+            SAME(first, x.data, n, "exp_sum");
+            guarded_free(&x, "exp_sum");
+        }
+    /* dense sweep of the whole range */
+    double worst = 0;
+    for (int i = 0; i < 2000000; i++) {
+        float x = -87.0f * (float)i / 2000000.0f, y = x;
+        akv_kernels_best()->exp_sum(&y, 1, 0);
+        worst = fmax(worst, fabs(y - exp((double)x)) / exp((double)x));
+    }
+    CHECK_MSG(worst <= 2e-7, "largest relative error of exp %.3g", worst);
+    float nan[3] = {1, NAN, 2};
+    CHECK(isnan(akv_kernels_best()->exp_sum(nan, 3, 2)) && isnan(nan[1]));
+    for (uint32_t n = 0; n <= 70; n++)
+        FOR_VARIANTS(k) {
+            guarded x = guarded_make(n);
+            rng.state = n + 1000;
+            fill(x.data, n, &rng);
+            if (n > 3)
+                x.data[n / 2] = NAN;
+            float max = n % 2 ? -INFINITY : -0.5f, want = max;
+            for (uint32_t i = 0; i < n; i++)
+                want = x.data[i] * 0.125f > want ? x.data[i] * 0.125f : want;
+            CHECK(k->scale_max(x.data, n, 0.125f, max) == want);
+            SAME(first, x.data, n, "scale_max");
+            guarded_free(&x, "scale_max");
+        }
+}
+
+static void small_ones(void)
+{
+    akv_rng rng = {5};
+    for (int d = 0; d < DIMS; d++) {
+        uint32_t dim = dims[d];
+        float x[MOST] = {0}, y[MOST];
+        double want[MOST], energy = 0;
+        fill(x, dim, &rng);
+        for (uint32_t i = 0; i < dim; i++) {
+            want[i] = x[i];
+            energy += want[i] * want[i];
+        }
+        memcpy(y, x, sizeof y);
+        akv_hadamard_f32(y, dim);
+        ref_hadamard(want, dim);
+        for (uint32_t i = 0; i < dim; i++) /* log2(dim) <= 10 levels of sums, each rounding at most u of the norm */
+            CHECK_NEAR(y[i], want[i], 12 * REF_U * sqrt(energy), "hadamard of %u", dim);
+    }
+    float a[6 * 5], b[7 * 5], c[6 * 7], bt[5 * 7];
+    fill(a, 30, &rng);
+    fill(b, 35, &rng);
+    for (int i = 0; i < 7; i++)
+        for (int j = 0; j < 5; j++)
+            bt[j * 7 + i] = b[i * 5 + j];
+    akv_gemm_nt(6, 7, 5, a, 5, b, 5, c, 7);
+    float added[42];
+    for (int i = 0; i < 42; i++)
+        added[i] = 1;
+    akv_gemm_nn_add(6, 7, 5, a, 5, bt, 7, added, 7);
+    for (int i = 0; i < 6; i++)
+        for (int j = 0; j < 7; j++) {
+            double sum = 0, size = 0;
+            for (int l = 0; l < 5; l++) {
+                sum += (double)a[i * 5 + l] * b[j * 5 + l];
+                size += fabs((double)a[i * 5 + l] * b[j * 5 + l]);
+            }
+            CHECK_NEAR(c[i * 7 + j], sum, ref_gamma(5) * size, "gemm_nt");
+            CHECK_NEAR(added[i * 7 + j], sum + 1, ref_gamma(6) * (size + 1), "gemm_nn_add");
+        }
+}
+
+int main(int argc, char **argv)
+{
+    TEST_INIT(argc, argv);
+    find_variants();
+    printf("variants:");
+    for (int v = 0; v < num_variants; v++)
+        printf(" %s", variants[v]->isa);
+    printf("\n");
+    TEST(rows_of_16_bit);
+    TEST(dots);
+    TEST(turns);
+    TEST(groups);
+    TEST(softmax);
+    TEST(small_ones);
+    return TEST_DONE();
+}

@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# check_checks.sh - the checks of this folder do report what they are for: each is shown one small offence.
+set -euo pipefail
+tools=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+must_fail() { # expected-text command...
+    local expected=$1
+    shift
+    if "$@" >"$work/out" 2>&1; then
+        echo "passed, but should have failed: $*" >&2
+        exit 1
+    fi
+    grep -q "$expected" "$work/out" || { echo "failed without saying '$expected': $*" >&2; cat "$work/out" >&2; exit 1; }
+}
+
+mkdir -p "$work/tree/src/codec" "$work/tree/src/attn"
+echo '#include "attn/attend.h"' >"$work/tree/src/codec/offender.c"
+must_fail 'must not include "attn/attend.h"' "$tools/check_includes.sh" "$work/tree"
+
+printf '#define AKV_API\n\nAKV_API int akv_one(void);\n' >"$work/bare.h"
+must_fail 'akv_one has no comment' python3 "$tools/check_docs.py" "$work/bare.h"
+
+printf '/* One. */\nAKV_API int akv_one(void);\n/* Two. */\nAKV_API int akv_two(void);\n' >"$work/two.h"
+printf 'int akv_one(void);\nint akv_one(void) { return 1; }\n' >"$work/one.c"
+cc -shared -fPIC -o "$work/one.so" "$work/one.c"
+must_fail 'declared, but not exported: akv_two' "$tools/check_symbols.sh" "$work/one.so" "$work/two.h"
+printf 'int akv_two(void) { return 2; }\nint other(void) { return 3; }\n' >>"$work/one.c"
+cc -shared -fPIC -o "$work/one.so" "$work/one.c"
+must_fail 'without the prefix akv_: other' "$tools/check_symbols.sh" "$work/one.so" "$work/two.h"
+
+echo "the checks report what they are for"
