@@ -11,7 +11,6 @@ question comes after; aware (--aware) - the question and the opening of the answ
 first answer token comes from the exact prefill. Seeds: 1 for tuning, 1000 for figures that are reported.
 """
 import argparse
-import concurrent.futures
 import json
 import math
 import os
@@ -27,11 +26,12 @@ import rotated
 import scoring
 import tasks
 from model import Model
+from workers import SharedFile, Workers, view
 
 WINDOW = 32          # observation queries of anchorkv
 SNAPKV_WINDOW = 64   # of the eviction peer, as kvpress runs it
 SAMPLED = 64         # further prompt queries a layer
-SLOTS = 4            # decoded caches in flight: one is judged while the next are compressed
+SLOTS = 3            # decoded caches in flight: one is judged while the next are compressed
 CONTINUATION = 256
 INFEASIBLE = -20     # AKV_E_INFEASIBLE: the budget cannot hold the fixed part at this length
 
@@ -54,7 +54,7 @@ def arguments():
     p.add_argument("--plain", action="store_true", help="no chat template around context and question")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--threads", type=int, default=os.cpu_count())
+    p.add_argument("--threads", type=int, default=os.cpu_count(), help="worker processes of the C library")
     p.add_argument("--limit", type=float, default=1e9, help="seconds after which no further context is begun")
     p.add_argument("--show", action="store_true", help="print what each row answered")
     p.add_argument("--out", required=True)
@@ -74,56 +74,60 @@ def expand(methods):
 class Pipeline:
     """Runs the methods of one prompt in order; the C library works ahead on all cores while the device judges."""
 
-    def __init__(self, model, threads):
-        self.model, self.pool = model, concurrent.futures.ThreadPoolExecutor(threads)
-        self.slots = [None] * SLOTS
-        self.cpu_seconds = 0.0
+    def __init__(self, model, workers):
+        self.model, self.workers = model, workers
+        self.input = SharedFile(workers.folder, "input")
+        self.slots = [SharedFile(workers.folder, f"slot{i}") for i in range(SLOTS)]
+        self.core_seconds = 0.0
 
-    def _slot(self, i, S):
-        """Float32 host buffers for one decoded cache, kept from prompt to prompt: fresh memory is slow to touch."""
+    def _share(self, layers, sampled):
+        """Put a prompt's captured arrays where the workers see them; [(layer's name -> description)]."""
+        def host(x):
+            x = x.contiguous()
+            return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x.float()).cpu().numpy()
+        size = sum(x.numel() * x.element_size() for l in layers for x in l) + 64 * (4 * len(layers) + 1) + sampled.nbytes
+        self.input.reserve(size)
+        at = 0
+
+        def put(x):
+            nonlocal at
+            where = [at, x.dtype.str, list(x.shape)]
+            view(self.input.bytes, where)[...] = x
+            at = (at + x.nbytes + 63) // 64 * 64
+            return where
+        positions = put(sampled)
+        return [{"at": positions, **{name: put(host(x)) for name, x in zip("kvqm", l)}} for l in layers]
+
+    def _submit(self, slot, spec, factor, arrays, S):
         m = self.model
-        need = m.num_layers * 2 * m.H * S * m.d
-        if self.slots[i] is None or self.slots[i].numel() < need:
-            self.slots[i] = None
-            try:
-                self.slots[i] = torch.empty(need, pin_memory=m.device == "cuda")
-            except RuntimeError:  # the machine refuses to pin this much
-                self.slots[i] = torch.empty(need)
-        return self.slots[i][:need].view(m.num_layers, 2, -1)
-
-    def _layer(self, spec, factor, host, i, buffer):
-        """Compress and decode one layer on a worker thread. Returns (bytes, tokens per head, seconds)."""
-        m, started = self.model, time.time()
+        side = m.H * S * m.d  # floats
+        if self.slots[slot].reserve(m.num_layers * 2 * side * 4) and m.device == "cuda":
+            bytes_ = self.slots[slot].bytes  # pinned where the machine lets us: faster copies, nothing else
+            torch.cuda.cudart().cudaHostRegister(bytes_.ctypes.data, bytes_.nbytes, 0)
         window = SNAPKV_WINDOW if spec["kind"] == "snapkv" else WINDOW
-        share = spec.get("layer_share", [1.0] * m.num_layers)[i]
-        segment = anchorkv.compress(
-            host["k"][i], host["v"][i], host["q"][i][:, -window:], sampled=host["m"][i], sampled_positions=host["at"],
-            rope_inv_freq=m.inv_freq, rope_magnitude=m.magnitude, layer_index=i, seed=spec.get("seed", 0),
-            method={"anchorkv": "anchorkv", "snapkv": "snapkv", "identity": "dense"}[spec["kind"]],
-            keep_ratio=share / factor if factor else 1.0, profile=spec.get("profile", "default"),
-            overrides=spec.get("overrides"))
-        info = segment.info()
-        n = info["num_tokens"]
-        flat = buffer.numpy()[:, :m.H * n * m.d].reshape(2, m.H, n, m.d)
-        segment.decode(flat[0], flat[1])
-        segment.close()
-        return info["bytes"]["total"], n, time.time() - started
+        shares = spec.get("layer_share", [1.0] * m.num_layers)
+        futures = []
+        for i, a in enumerate(arrays):
+            options = {"rope_inv_freq": m.inv_freq.tolist(), "rope_magnitude": m.magnitude, "layer_index": i,
+                       "seed": spec.get("seed", 0), "profile": spec.get("profile", "default"),
+                       "overrides": spec.get("overrides"), "keep_ratio": shares[i] / factor if factor else 1.0,
+                       "method": {"anchorkv": "anchorkv", "snapkv": "snapkv", "identity": "dense"}[spec["kind"]]}
+            futures.append(self.workers.submit({
+                "input": self.input.path, "arrays": a, "window": window, "options": options,
+                "output": [self.slots[slot].path, i * 2 * side * 4, side]}))
+        return futures
 
     def run(self, layers, sampled, S, methods):
         """Yields (name, factor, prefix on the device, bytes) for every method."""
         m = self.model
-        cpu = lambda x: x.contiguous().view(torch.uint16).cpu().numpy() if x.dtype == torch.bfloat16 else x.float().cpu().numpy()
-        host = {"k": [cpu(l[0]) for l in layers], "v": [cpu(l[1]) for l in layers], "q": [cpu(l[2]) for l in layers],
-                "m": [cpu(l[3]) for l in layers], "at": sampled}
+        arrays = self._share(layers, sampled)
         work = [i for i, (_, _, spec) in enumerate(methods) if spec["kind"] in ("anchorkv", "snapkv", "identity")]
         jobs = {}
 
         def submit(position):
             if position < len(work):
-                name, factor, spec = methods[work[position]]
-                buffer = self._slot(position % SLOTS, S)
-                jobs[work[position]] = buffer, [self.pool.submit(self._layer, spec, factor, host, i, buffer[i])
-                                                for i in range(m.num_layers)]
+                _, factor, spec = methods[work[position]]
+                jobs[work[position]] = position % SLOTS, self._submit(position % SLOTS, spec, factor, arrays, S)
 
         for position in range(SLOTS - 1):
             submit(position)
@@ -140,19 +144,21 @@ class Pipeline:
                     total += rotated.bytes_of(m.H, S, m.d, spec["one_bits"])
             else:
                 submit(work.index(i) + SLOTS - 1)
-                buffer, futures = jobs.pop(i)
-                concurrent.futures.wait(futures)
-                refused = next((e for e in (f.exception() for f in futures) if getattr(e, "status", None) == INFEASIBLE), None)
-                if refused is not None:
-                    print(f"   {name} {factor:g}x left out: {refused}", flush=True)
+                slot, futures = jobs.pop(i)
+                replies = [f.result() for f in futures]
+                failed = next((r for r in replies if "error" in r), None)
+                if failed is not None:
+                    if failed["status"] != INFEASIBLE:
+                        raise SystemExit(f"{name} {factor}: {failed['error']}")
+                    print(f"   {name} {factor:g}x left out: {failed['error']}", flush=True)
                     continue
-                prefix = []
-                for j, future in enumerate(futures):
-                    size, n, seconds = future.result()
-                    total += size
-                    self.cpu_seconds += seconds
-                    kv = buffer[j][:, :m.H * n * m.d].to(m.device).view(2, m.H, n, m.d)
-                    prefix.append((kv[0], kv[1]))
+                prefix, whole = [], torch.from_numpy(self.slots[slot].bytes)
+                for j, r in enumerate(replies):
+                    total += r["bytes"]
+                    self.core_seconds += r["seconds"]
+                    n, side = r["tokens"], m.H * S * m.d * 4
+                    part = [whole[(2 * j + k) * side:(2 * j + k) * side + m.H * n * m.d * 4] for k in (0, 1)]
+                    prefix.append(tuple(x.view(torch.float32).view(m.H, n, m.d).to(m.device) for x in part))
             yield name, factor, prefix, total
 
 
@@ -195,7 +201,7 @@ def main():
                 "threads": a.threads, "date": time.strftime("%Y-%m-%d"), "methods": methods}
     print(f"loaded in {time.time() - began:.0f} s: {model.num_layers} layers, {model.H} KV heads x {model.HQ // model.H}, "
           f"d = {model.d}; stop {stop}; {json.dumps({k: v for k, v in settings.items() if k != 'methods'})}", flush=True)
-    pipeline, samples = Pipeline(model, a.threads), []
+    pipeline, samples = Pipeline(model, Workers(a.threads)), []
 
     def save():
         rows = scoring.summarise(samples)
@@ -245,7 +251,7 @@ def main():
         print(f"[{time.time() - began:6.1f} s] prompt {number + 1}/{len(prompts)}, sample {sample}, {S} tokens, {kind}; "
               f"prefill {time.time() - started:.1f} s", flush=True)
         dense_bytes, reference = model.num_layers * 4 * model.H * S * model.d, None
-        pipeline.cpu_seconds = 0.0
+        pipeline.core_seconds = 0.0
         for name, factor, prefix, total in pipeline.run(layers, sampled, S, methods):
             row = {"method": name, "factor": factor, "sample": sample, "bytes": total, "dense_bytes": dense_bytes}
             if plain:
@@ -267,7 +273,7 @@ def main():
                   f"[{time.time() - started:.1f} s]", flush=True)
             del prefix
         longest = max(longest, time.time() - started)
-        print(f"   prompt took {time.time() - started:.1f} s; the C library {pipeline.cpu_seconds:.1f} core seconds", flush=True)
+        print(f"   prompt took {time.time() - started:.1f} s; the C library {pipeline.core_seconds:.1f} core seconds", flush=True)
         save()
     rows = save()
     print(f"\n{settings['model']}, {settings['protocol']}, {a.ctx} tokens, seed {a.seed}, layout {a.layout}\n" + scoring.table(rows))
