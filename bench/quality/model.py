@@ -79,6 +79,10 @@ class Model:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **more)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME, **more)
         if cache and gguf:
+            # Unpacked on reading, so these are plain weights; the marks of the packed file would forbid saving them.
+            self.model.hf_quantizer = None
+            if hasattr(self.model.config, "quantization_config"):
+                del self.model.config.quantization_config
             self.model.save_pretrained(cache)
             self.tokenizer.save_pretrained(cache)
         self.device = device
