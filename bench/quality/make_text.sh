@@ -17,7 +17,8 @@ mkdir -p "$(dirname "$file")"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 for package in $packages; do
-    (cd "$work" && apt-get -q download "$package" >/dev/null && dpkg-deb -x "$package"_*.deb "$work/root" && rm "$package"_*.deb)
+    (cd "$work" && apt-get -q download "$package" >/dev/null 2>&1 && dpkg-deb -x "$package"_*.deb root &&
+        rm "$package"_*.deb)
 done
 python3 - "$work/root" "$file" <<'PY'
 import html.parser, os, re, sys

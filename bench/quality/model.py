@@ -7,6 +7,7 @@ One attention function is registered with transformers and does two things:
 The prefix is never copied per row, and its heads may hold fewer tokens than the prompt had (eviction): positions are
 given, never inferred.
 """
+
 import os
 
 import torch
@@ -19,10 +20,10 @@ NAME = "anchorkv_prefix"
 class State:
     def __init__(self):
         self.capture = None  # {"window": W, "sampled": positions} in prefill
-        self.layers = {}     # captured: layer -> (K, V, Q of the window, Q sampled)
-        self.prefix = None   # [(K, V)] float32 [H, n, d] on the device
-        self.tail = {}       # layer -> (K, V) [B, H, t, d] float32
-        self.valid = None    # [B, t] bool: which tail tokens exist (rows are padded on the left)
+        self.layers = {}  # captured: layer -> (K, V, Q of the window, Q sampled)
+        self.prefix = None  # [(K, V)] float32 [H, n, d] on the device
+        self.tail = {}  # layer -> (K, V) [B, H, t, d] float32
+        self.valid = None  # [B, t] bool: which tail tokens exist (rows are padded on the left)
 
 
 STATE = State()
@@ -33,7 +34,7 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     layer = module.layer_idx
     if STATE.capture is not None:
         c = STATE.capture
-        STATE.layers[layer] = (key[0], value[0], query[0, :, -c["window"]:].clone(), query[0][:, c["sampled"]].clone())
+        STATE.layers[layer] = (key[0], value[0], query[0, :, -c["window"] :].clone(), query[0][:, c["sampled"]].clone())
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2), None
     B, HQ, T, d = query.shape
@@ -115,8 +116,9 @@ class Model:
         if not self.tokenizer.chat_template:
             raise SystemExit("this model file carries no chat template; run with --plain")
         mark = "CONTEXT-GOES-HERE"
-        text = self.tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False,
-                                                  add_generation_prompt=True)
+        text = self.tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
+        )
         before, after = text.split(mark)
         return before, after
 
@@ -129,7 +131,9 @@ class Model:
         sampled = torch.tensor([(2 * i + 1) * last // (2 * n) for i in range(n)], dtype=torch.long, device=self.device)
         STATE.capture, STATE.layers = {"window": window, "sampled": sampled}, {}
         try:
-            hidden = self.model.model(input_ids=torch.tensor([ids], device=self.device), use_cache=False).last_hidden_state
+            hidden = self.model.model(
+                input_ids=torch.tensor([ids], device=self.device), use_cache=False
+            ).last_hidden_state
         finally:
             STATE.capture = None
         logits = self.model.lm_head(hidden[:, -1:])[0, 0].float()
@@ -153,8 +157,8 @@ class Model:
         ids = torch.zeros((len(rows), T), dtype=torch.long)
         valid = torch.zeros((len(rows), T), dtype=torch.bool)
         for b, r in enumerate(rows):
-            ids[b, T - len(r):] = torch.tensor(r)
-            valid[b, T - len(r):] = True
+            ids[b, T - len(r) :] = torch.tensor(r)
+            valid[b, T - len(r) :] = True
         positions = start + (valid.long().cumsum(1) - 1).clamp(min=0)
         return ids.to(self.device), valid.to(self.device), positions.to(self.device)
 
@@ -175,7 +179,9 @@ class Model:
             if all(done):
                 break
             position = position + 1
-            logits = self.step(token[:, None], torch.ones_like(token[:, None], dtype=torch.bool), position, last_only=True)
+            logits = self.step(
+                token[:, None], torch.ones_like(token[:, None], dtype=torch.bool), position, last_only=True
+            )
         return out
 
     @torch.inference_mode()
@@ -183,7 +189,7 @@ class Model:
         """Most likely next token at every position of every row (one list a row)."""
         self.begin(prefix, len(rows))
         best = self.step(*self._padded(rows, start)).argmax(-1).tolist()
-        return [b[len(b) - len(r):] for b, r in zip(best, rows)]
+        return [b[len(b) - len(r) :] for b, r in zip(best, rows)]
 
     @torch.inference_mode()
     def log_probs(self, prefix, start, ids):

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Peer: every token but the last ones in b bits a coordinate, after a random rotation (the TurboQuant family).
 
-Post-RoPE vectors, signed orthonormal Hadamard rotation, Lloyd-Max levels of the unit Gaussian, one 16-bit scale a vector.
-The scale is the least-squares one for the chosen codes (three alternations), which is kinder to this peer than the norm.
+Post-RoPE vectors, signed orthonormal Hadamard rotation, Lloyd-Max levels of the unit Gaussian, one 16-bit scale a
+vector: the least-squares one for the chosen codes (three alternations), which is kinder to this peer than the norm.
 """
+
 import math
 
 import torch
 
 # Positive halves of the Lloyd-Max levels of a unit Gaussian.
-LEVELS = {2: (0.452780, 1.510418), 3: (0.245094, 0.756005, 1.343909, 2.151946),
-          4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590)}
+LEVELS = {
+    2: (0.452780, 1.510418),
+    3: (0.245094, 0.756005, 1.343909, 2.151946),
+    4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
+}
 WINDOW = 128
 
 

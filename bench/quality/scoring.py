@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From samples to the table: scores, means, spread. Standard library only.
 
-A sample is a dictionary: method, factor (the one asked for; null for dense), sample (index), task, bytes, dense_bytes and
-either found/forced (retrieval) or nll/dense_nll/kld/top1 (task "continuation").
+A sample is a dictionary: method, factor (the one asked for; null for dense), sample (index), task, bytes, dense_bytes
+and either found/forced (retrieval) or nll/dense_nll/kld/top1 (task "continuation").
 """
+
 import json
 import math
 import random
@@ -62,7 +63,11 @@ def bootstrap_share(by_task, dense_by_task, rounds=1000, seed=0):
         if macro(b) > 0:
             shares.append(macro(a) / macro(b))
     shares.sort()
-    return (shares[int(0.05 * len(shares))], shares[min(len(shares) - 1, int(0.95 * len(shares)))]) if shares else (0.0, 0.0)
+    return (
+        (shares[int(0.05 * len(shares))], shares[min(len(shares) - 1, int(0.95 * len(shares)))])
+        if shares
+        else (0.0, 0.0)
+    )
 
 
 def summarise(samples):
@@ -73,8 +78,13 @@ def summarise(samples):
     reference = {(s["task"], s["sample"]): s for s in samples if s["method"] == "dense"}
     rows = []
     for (method, factor), group in groups.items():
-        row = {"method": method, "factor": factor, "samples": len(group), "bytes": mean([s["bytes"] for s in group]),
-               "measured_factor": sum(s["dense_bytes"] for s in group) / sum(s["bytes"] for s in group)}
+        row = {
+            "method": method,
+            "factor": factor,
+            "samples": len(group),
+            "bytes": mean([s["bytes"] for s in group]),
+            "measured_factor": sum(s["dense_bytes"] for s in group) / sum(s["bytes"] for s in group),
+        }
         retrieval = [s for s in group if s["task"] != "continuation" and (s["task"], s["sample"]) in reference]
         if retrieval:
             tasks = list(dict.fromkeys(s["task"] for s in retrieval))
@@ -90,8 +100,11 @@ def summarise(samples):
         plain = [s for s in group if s["task"] == "continuation"]
         if plain:
             rise = [math.exp(s["nll"] - s["dense_nll"]) - 1.0 for s in plain]
-            row.update(continuations=len(plain), ppl=math.exp(mean([s["nll"] for s in plain])),
-                       dense_ppl=math.exp(mean([s["dense_nll"] for s in plain])))
+            row.update(
+                continuations=len(plain),
+                ppl=math.exp(mean([s["nll"] for s in plain])),
+                dense_ppl=math.exp(mean([s["dense_nll"] for s in plain])),
+            )
             row["ppl_rise"] = row["ppl"] / row["dense_ppl"] - 1.0
             row["ppl_rise_error"] = deviation(rise) / math.sqrt(len(rise))
             for key in ("kld", "top1"):
@@ -103,24 +116,34 @@ def summarise(samples):
 
 def table(rows):
     """Plain text: quality per row, then retrieval per task."""
+
     def cell(row, key, form):
         return format(row[key], form) if row.get(key) is not None else "-"
-    head = f"{'method':24}{'asked':>7}{'bytes/x':>9}{'found':>8}{'of dense':>10}{'90 % range':>14}{'forced':>8}{'n':>6}" \
-           f"{'ppl rise':>10}{'+-':>7}{'KLD':>9}{'+-':>9}{'top-1':>7}{'n':>5}"
+
+    head = (
+        f"{'method':24}{'asked':>7}{'bytes/x':>9}{'found':>8}{'of dense':>10}{'90 % range':>14}{'forced':>8}{'n':>6}"
+        f"{'ppl rise':>10}{'+-':>7}{'KLD':>9}{'+-':>9}{'top-1':>7}{'n':>5}"
+    )
     out = [head]
     for r in rows:
         share = cell(r, "found_share", ".1%")
         low_high = "{:.0%}..{:.0%}".format(*r["found_share_90"]) if "found_share_90" in r else "-"
-        out.append(f"{r['method'][:23]:24}{(format(r['factor'], 'g') + 'x') if r['factor'] else '-':>7}"
-                   f"{r['measured_factor']:>8.2f}x{cell(r, 'found', '.3f'):>8}{share:>10}{low_high:>14}"
-                   f"{cell(r, 'forced', '.3f'):>8}{sum(r.get('retrieval_samples', {}).values()):>6}"
-                   f"{cell(r, 'ppl_rise', '+.2%'):>10}{cell(r, 'ppl_rise_error', '.2%'):>7}{cell(r, 'kld', '.5f'):>9}"
-                   f"{cell(r, 'kld_error', '.5f'):>9}{cell(r, 'top1', '.3f'):>7}{r.get('continuations', 0):>5}")
+        out.append(
+            f"{r['method'][:23]:24}{(format(r['factor'], 'g') + 'x') if r['factor'] else '-':>7}"
+            f"{r['measured_factor']:>8.2f}x{cell(r, 'found', '.3f'):>8}{share:>10}{low_high:>14}"
+            f"{cell(r, 'forced', '.3f'):>8}{sum(r.get('retrieval_samples', {}).values()):>6}"
+            f"{cell(r, 'ppl_rise', '+.2%'):>10}{cell(r, 'ppl_rise_error', '.2%'):>7}{cell(r, 'kld', '.5f'):>9}"
+            f"{cell(r, 'kld_error', '.5f'):>9}{cell(r, 'top1', '.3f'):>7}{r.get('continuations', 0):>5}"
+        )
     tasks = list(dict.fromkeys(t for r in rows for t in r.get("found_tasks", {})))
     if tasks:
         out += ["", f"{'found per task':24}{'asked':>7}" + "".join(f"{t:>13}" for t in tasks)]
-        out += [f"{r['method'][:23]:24}{(format(r['factor'], 'g') + 'x') if r['factor'] else '-':>7}" +
-                "".join(f"{r['found_tasks'].get(t, float('nan')):>13.3f}" for t in tasks) for r in rows if "found_tasks" in r]
+        out += [
+            f"{r['method'][:23]:24}{(format(r['factor'], 'g') + 'x') if r['factor'] else '-':>7}"
+            + "".join(f"{r['found_tasks'].get(t, float('nan')):>13.3f}" for t in tasks)
+            for r in rows
+            if "found_tasks" in r
+        ]
     return "\n".join(out)
 
 

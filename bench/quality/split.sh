@@ -5,14 +5,14 @@
 #
 #   bench/quality/split.sh [MODEL.gguf [FOLDER]]        makes FOLDER/p01/piece .. FOLDER/p18/piece, 62.1 MB each
 #
-# FOLDER defaults to .model beside the checkout's other files, ignored by git. Joining them in order gives the file back:
+# FOLDER defaults to .cache/model, which git ignores. Joining the pieces in order gives the file back:
 # bench/quality/join_piece.sh on the other machine appends one piece a call and checks the whole at the end.
 set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
 model=${1:-$root/.deps/models/qwen2.5-coder-1.5b/qwen2.5-coder-1.5b-instruct-q4.gguf}
-folder=${2:-$root/.model}
+folder=${2:-$root/.cache/model}
 piece=62100000 # 18 pieces; leaves room for the working tree beside one piece in a 64 MiB transfer
 
 mkdir -p "$folder"

@@ -20,7 +20,8 @@ cp -r "$here" "$folder/quality"
 cp -r "$root/python" "$folder/python"
 find "$folder" -name __pycache__ -prune -exec rm -rf {} +
 cp -L "$library" "$folder/lib/libanchorkv.so"
-ldd "$library" | awk '$1 ~ /^lib(openblas|blas|lapack|gfortran|quadmath)/ && $3 ~ /^\// { print $3 }' | while read -r needed; do
+ldd "$library" | awk '$1 ~ /^lib(openblas|blas|lapack|gfortran|quadmath)/ && $3 ~ /^\// { print $3 }' |
+while read -r needed; do
     cp -L "$needed" "$folder/lib/$(basename "$needed")"
 done
 cp "$root/.deps/text/manuals.txt" "$folder/manuals.txt"

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Retrieval tasks in RULER's manner (its task families, our own wording), sized in tokens. Standard library only.
 
-A context is prose with fact sentences placed at random sentence ends. Questions come with the opening of their answer, so
-that a model continues with the values. Every task has its own kind of fact: one context can carry all seven tasks
+A context is prose with fact sentences placed at random sentence ends. Questions come with the opening of their answer,
+so that a model continues with the values. Every task has its own kind of fact: one context can carry all seven tasks
 (layout "shared": one document, many later questions) or one each (layout "separate").
 """
+
 import random
 import re
 import uuid
 from dataclasses import dataclass, field
 
-ADJECTIVES = """able ample arid bold brief bright broad cheap civil clean clear close crisp deep dense double dry empty equal
+ADJECTIVES = (
+    """able ample arid bold brief bright broad cheap civil clean clear close crisp deep dense double dry empty equal
 exact fair fast fine firm fixed flat fluid formal free fresh full glad global green heavy high hollow ideal large late
 lean level light local long lucid major mild minor mobile modest moist mute native neat new novel open oval pale patient
 plump polite prime pure quick rare raw ready red regular remote rich rigid ripe round royal rural safe secure senior
 short simple slim slow small smooth sober soft solar solid spare stable steep still strict strong subtle sunny super
 sweet swift thin tidy tiny top total true useful vague vast vital warm weak wet white whole wide wise""".split()
+)
 NOUNS = """acorn album alley apron arrow atlas badge bakery barge barrel beacon bench blanket boat bottle branch brick
 brush bucket button cabin cable camera canal canvas carpet cedar cellar chain chapel cherry circle clock cloud coast
 coffee comet copper corner cotton cradle crater curtain dagger dairy depot dock door drum eagle easel elbow engine
@@ -27,14 +30,16 @@ raven reef ring road robin rocket roof rope sail salt sand scarf school shed she
 spoon spring stable stairs star statue stone stove studio swan table tailor tent tiger timber torch tower tractor trail
 tray tree trumpet tulip turbine vase vault velvet violin wagon walnut wave well whale wheel willow wolf yacht""".split()
 
-PREFACE = ("The text below is a collection of notes. Some of its sentences state facts about named things; they may be "
-           "asked for later.\n\n")
+PREFACE = (
+    "The text below is a collection of notes. Some of its sentences state facts about named things; they may be "
+    "asked for later.\n\n"
+)
 
 
 @dataclass
 class Question:
     task: str
-    ask: str      # what is asked
+    ask: str  # what is asked
     opening: str  # how the answer begins; the values follow
     answers: list
 
@@ -63,33 +68,49 @@ def identifier(rng):
 
 def one(task, thing, value):
     """One key, one value."""
+
     def make(rng, used):
         key, answer = name(rng, used), value(rng, used)
-        return ([f"The {thing} of the {key} is {answer}."],
-                Question(task, f"What is the {thing} of the {key}?", f"The {thing} of the {key} is", [answer]))
+        return (
+            [f"The {thing} of the {key} is {answer}."],
+            Question(task, f"What is the {thing} of the {key}?", f"The {thing} of the {key} is", [answer]),
+        )
+
     return make
 
 
 def multi_key(rng, used):
     pairs = [(name(rng, used), number(rng)) for _ in range(4)]
     key, answer = rng.choice(pairs)
-    return ([f"The room code of the {k} is {v}." for k, v in pairs],
-            Question("multi_key", f"What is the room code of the {key}?", f"The room code of the {key} is", [answer]))
+    return (
+        [f"The room code of the {k} is {v}." for k, v in pairs],
+        Question("multi_key", f"What is the room code of the {key}?", f"The room code of the {key} is", [answer]),
+    )
 
 
 def multi_value(rng, used):
     key, values = name(rng, used), [number(rng) for _ in range(4)]
-    return ([f"One of the part numbers of the {key} is {v}." for v in values],
-            Question("multi_value", f"What are all four part numbers of the {key}?",
-                     f"The four part numbers of the {key} are", values))
+    return (
+        [f"One of the part numbers of the {key} is {v}." for v in values],
+        Question(
+            "multi_value",
+            f"What are all four part numbers of the {key}?",
+            f"The four part numbers of the {key} are",
+            values,
+        ),
+    )
 
 
 def multi_query(rng, used):
     pairs = [(name(rng, used), number(rng)) for _ in range(4)]
     sentences = [f"The meter reading of the {k} is {v}." for k, v in pairs]
     keys = ", ".join(f"the {k}" for k, _ in pairs[:-1]) + f" and the {pairs[-1][0]}"
-    return sentences, Question("multi_query", f"What are the meter readings of {keys}?",
-                               f"The meter readings of {keys}, in this order, are", [v for _, v in pairs])
+    return sentences, Question(
+        "multi_query",
+        f"What are the meter readings of {keys}?",
+        f"The meter readings of {keys}, in this order, are",
+        [v for _, v in pairs],
+    )
 
 
 def tracking(rng, used):
@@ -103,9 +124,13 @@ def tracking(rng, used):
     sentences = [f"VAR {names[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in zip(names, names[1:])]
     return sentences, Question(
         "tracking",
-        f"Some notes assign a value to a variable, or the value of one variable to another. (If they were VAR KKKKK = 11111, "
+        f"Some notes assign a value to a variable, or the value of one variable to another. (If they were VAR KKKKK "
+        f"= 11111, "
         f"VAR LLLLL = VAR KKKKK and VAR MMMMM = VAR LLLLL, then KKKKK, LLLLL and MMMMM would hold 11111.) "
-        f"Which five variables hold the value {value}?", f"The five variables that hold the value {value} are", names)
+        f"Which five variables hold the value {value}?",
+        f"The five variables that hold the value {value} are",
+        names,
+    )
 
 
 MAKERS = {
@@ -139,7 +164,7 @@ def build_context(tasks, rng, tokens, prose, encode, decode):
     chars = room * 8  # more than any prose needs per token
     start = rng.randrange(0, max(1, len(prose) - chars))
     while True:
-        body = sentences_of(decode(encode(prose[start:start + chars])[:room]))[1:]  # the first is cut in its middle
+        body = sentences_of(decode(encode(prose[start : start + chars])[:room]))[1:]  # the first is cut in its middle
         slots = len(body) + 1
         inserts = []
         for task, sentences in facts:
@@ -158,7 +183,9 @@ def build_context(tasks, rng, tokens, prose, encode, decode):
             break
         room -= over + 8
     for question in questions:
-        if question.task == "multi_value":  # any order is right; the order of the text is the one to score token by token
+        if (
+            question.task == "multi_value"
+        ):  # any order is right; the order of the text is the one to score token by token
             question.answers.sort(key=text.index)
     return Context(text, questions)
 
@@ -166,5 +193,8 @@ def build_context(tasks, rng, tokens, prose, encode, decode):
 def build_contexts(layout, tasks, samples, seed, tokens, prose, encode, decode):
     """[Context]: `samples` of each task. Sample i of a task depends on (seed, layout, i, task) alone."""
     groups = [tasks] if layout == "shared" else [[t] for t in tasks]
-    return [build_context(group, random.Random(f"{seed}/{layout}/{i}/{'+'.join(group)}"), tokens, prose, encode, decode)
-            for i in range(samples) for group in groups]
+    return [
+        build_context(group, random.Random(f"{seed}/{layout}/{i}/{'+'.join(group)}"), tokens, prose, encode, decode)
+        for i in range(samples)
+        for group in groups
+    ]

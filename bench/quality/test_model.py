@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The prefix attention against transformers' own, on a tiny random model. Needs torch and transformers."""
+
 import copy
 import unittest
 
@@ -17,8 +18,15 @@ if torch is not None:
 class PrefixAttentionTest(unittest.TestCase):
     def setUp(self):
         torch.manual_seed(0)
-        config = Qwen2Config(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-                             num_key_value_heads=2, max_position_embeddings=512)
+        config = Qwen2Config(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+        )
         self.plain = Qwen2ForCausalLM(config).float().eval()
         for p in self.plain.parameters():
             p.data.mul_(3)  # sharp attention, so that a wrong mask or position shows
@@ -58,7 +66,7 @@ class PrefixAttentionTest(unittest.TestCase):
             ids = self.ids[:40] + row
             for _ in range(6):
                 ids = ids + [int(self.reference(ids)[-1].argmax())]
-            self.assertEqual(out, ids[40 + len(row):])
+            self.assertEqual(out, ids[40 + len(row) :])
 
     def test_shorter_prefix_keeps_positions(self):
         prefix, *_ = self.prefix(self.ids[:40])

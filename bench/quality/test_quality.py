@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks, scores and tables of the evaluation, without a model: words stand for tokens."""
+
 import random
 import re
 import unittest
@@ -33,8 +34,10 @@ class TasksTest(unittest.TestCase):
             for q in context.questions:
                 self.assertEqual(len(q.answers), {"multi_value": 4, "multi_query": 4, "tracking": 5}.get(q.task, 1))
                 for answer in q.answers:
-                    self.assertEqual(len(re.findall(r"\b" + re.escape(answer) + r"\b", context.text)),
-                                     1 if q.task != "tracking" else context.text.count(answer))
+                    self.assertEqual(
+                        len(re.findall(r"\b" + re.escape(answer) + r"\b", context.text)),
+                        1 if q.task != "tracking" else context.text.count(answer),
+                    )
                     self.assertNotIn(answer, q.ask + q.opening)
 
     def test_tracking_is_in_order_and_complete(self):
@@ -77,21 +80,43 @@ class ScoringTest(unittest.TestCase):
 
     def test_summary(self):
         def s(method, factor, task, sample, score, size):
-            return {"method": method, "factor": factor, "task": task, "sample": sample, "bytes": size, "dense_bytes": 1000,
-                    "found": score, "forced": score}
+            return {
+                "method": method,
+                "factor": factor,
+                "task": task,
+                "sample": sample,
+                "bytes": size,
+                "dense_bytes": 1000,
+                "found": score,
+                "forced": score,
+            }
+
         samples = []
         for i in range(4):
             for task, full, got in (("a", 1.0, 1.0), ("b", 0.5, 0.25)):
                 samples += [s("dense", None, task, i, full, 1000), s("x", 10, task, i, got, 100)]
-        samples += [{"method": m, "factor": f, "task": "continuation", "sample": i, "bytes": size, "dense_bytes": 1000,
-                     "nll": nll, "dense_nll": 2.0, "kld": nll - 2.0, "top1": 1.0}
-                    for i in range(3) for m, f, size, nll in (("dense", None, 1000, 2.0), ("x", 10, 100, 2.1))]
+        samples += [
+            {
+                "method": m,
+                "factor": f,
+                "task": "continuation",
+                "sample": i,
+                "bytes": size,
+                "dense_bytes": 1000,
+                "nll": nll,
+                "dense_nll": 2.0,
+                "kld": nll - 2.0,
+                "top1": 1.0,
+            }
+            for i in range(3)
+            for m, f, size, nll in (("dense", None, 1000, 2.0), ("x", 10, 100, 2.1))
+        ]
         dense, x = scoring.summarise(samples)
         self.assertEqual((dense["found"], dense["found_share"], dense["kld"]), (0.75, 1.0, 0.0))
         self.assertEqual((x["found"], x["retrieval_samples"]), (0.625, {"a": 4, "b": 4}))
         self.assertAlmostEqual(x["found_share"], 0.625 / 0.75)
         self.assertEqual(x["found_share_90"], (0.625 / 0.75, 0.625 / 0.75))  # no spread in these samples
-        self.assertAlmostEqual(x["ppl_rise"], 2.718281828 ** 0.1 - 1.0)
+        self.assertAlmostEqual(x["ppl_rise"], 2.718281828**0.1 - 1.0)
         self.assertAlmostEqual(x["measured_factor"], 10.0)
         text = scoring.table([dense, x])
         self.assertIn("83.3%", text)

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker processes that compress and decode layers with the C library; arrays travel through files in shared memory.
 
-Processes, not threads: the library takes one BLAS call at a time per process. `python3 workers.py` is the worker's end: it
-reads one JSON request a line and answers one a line. It imports neither torch nor transformers, so 16 of them start at once.
+Processes, not threads: the library takes one BLAS call at a time per process. `python3 workers.py` is the worker's end:
+it reads one JSON request a line and answers one a line, and imports neither torch nor transformers, so that many start
+at once.
 """
+
 import atexit
 import concurrent.futures
 import json
@@ -39,8 +41,16 @@ class Workers:
         base = "/dev/shm" if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 12e9 else None
         self.folder = tempfile.mkdtemp(prefix="anchorkv-", dir=base)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self.processes = [subprocess.Popen([sys.executable, os.path.abspath(__file__)], stdin=subprocess.PIPE,
-                                           stdout=subprocess.PIPE, text=True, env=environment) for _ in range(count)]
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, os.path.abspath(__file__)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for _ in range(count)
+        ]
         self.free = queue.SimpleQueue()
         for process in self.processes:
             self.free.put(process)
@@ -84,8 +94,11 @@ def view(mapped, description):
 
 def serve():
     """Requests: {"input": path, "arrays": {k, v, q, m, at: [offset, dtype, shape]}, "window": W, "output":
-    [path, offset, floats of one side], "options": keyword arguments of anchorkv.compress}. Replies: {"bytes", "tokens", "seconds"} or {"status", "error"}."""
+    [path, offset, floats of one side], "options": keyword arguments of anchorkv.compress}.
+    Replies: {"bytes", "tokens", "seconds"} or {"status", "error"}.
+    """
     import anchorkv
+
     maps = {}
 
     def mapped(path, mode):
@@ -102,14 +115,21 @@ def serve():
             options = request["options"]
             if options.get("rope_inv_freq") is not None:
                 options["rope_inv_freq"] = np.array(options["rope_inv_freq"])
-            q = a["q"][:, -request["window"]:]
+            q = a["q"][:, -request["window"] :]
             with anchorkv.compress(a["k"], a["v"], q, sampled=a["m"], sampled_positions=a["at"], **options) as segment:
                 info = segment.info()
                 H, n, dk, dv = (info[x] for x in ("num_kv_heads", "num_tokens", "head_dim_k", "head_dim_v"))
                 path, offset, side = request["output"]
                 target = mapped(path, "r+")
-                segment.decode(view(target, (offset, "<f4", (H, n, dk))), view(target, (offset + 4 * side, "<f4", (H, n, dv))))
-            reply = {"bytes": info["bytes"]["total"], "kinds": info["bytes"], "tokens": n, "seconds": time.time() - began}
+                segment.decode(
+                    view(target, (offset, "<f4", (H, n, dk))), view(target, (offset + 4 * side, "<f4", (H, n, dv)))
+                )
+            reply = {
+                "bytes": info["bytes"]["total"],
+                "kinds": info["bytes"],
+                "tokens": n,
+                "seconds": time.time() - began,
+            }
         except Exception as error:  # whatever it is, the parent reports it with the method's name
             reply = {"status": getattr(error, "status", None), "error": f"{type(error).__name__}: {error}"}
         print(json.dumps(reply), flush=True)

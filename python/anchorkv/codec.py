@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compress and decode one layer's keys and values with the C library; arrays in, arrays out."""
+
 import concurrent.futures
 import ctypes as C
 
@@ -32,6 +33,7 @@ def _array(x, name):
     """numpy view of [heads, tokens, dim] with its akv_dtype; torch tensors are taken without importing torch here."""
     if not isinstance(x, np.ndarray) and type(x).__module__.split(".")[0] == "torch":
         import torch
+
         x = x.detach().cpu()
         x = x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
     if not isinstance(x, np.ndarray) or x.ndim != 3:
@@ -59,8 +61,12 @@ def experiment(profile="default", **overrides):
     x = _ffi.Experiment()
     (_lib.akv_experiment_init_default if profile == "default" else _lib.akv_experiment_init)(C.byref(x))
     names = {name for name, _ in _ffi.Experiment._fields_} - {"struct_size", "num_levels"}
-    enums = {"rank": _ffi.RANKS, "scale_rule": _ffi.SCALE_RULES, "code_rule": _ffi.CODE_RULES,
-             "anchor_space": _ffi.ANCHOR_SPACES}
+    enums = {
+        "rank": _ffi.RANKS,
+        "scale_rule": _ffi.SCALE_RULES,
+        "code_rule": _ffi.CODE_RULES,
+        "anchor_space": _ffi.ANCHOR_SPACES,
+    }
     for name, value in overrides.items():
         if name not in names:
             raise TypeError(f"akv_experiment has no field {name!r}; it has {', '.join(sorted(names))}")
@@ -106,12 +112,18 @@ class Segment:
         """Dictionary: kind, shape, counts and `bytes` by kind (their sum, without the total itself, is the total)."""
         i = self._info()
         return {
-            "kind": _ffi.SEGMENT_KINDS[i.kind], "dense_reason": _ffi.DENSE_REASONS[i.dense_reason],
+            "kind": _ffi.SEGMENT_KINDS[i.kind],
+            "dense_reason": _ffi.DENSE_REASONS[i.dense_reason],
             "profile": {v: k for k, v in _ffi.PROFILES.items()}.get(i.profile),
-            "num_tokens": i.shape.num_tokens, "num_kv_heads": i.shape.num_kv_heads,
-            "head_dim_k": i.shape.head_dim_k, "head_dim_v": i.shape.head_dim_v,
-            "dense_bytes": i.dense_bytes, "budget_bytes": i.budget_bytes, "num_anchors": i.num_anchors,
-            "residuals_k": i.residuals_k, "residuals_v": i.residuals_v,
+            "num_tokens": i.shape.num_tokens,
+            "num_kv_heads": i.shape.num_kv_heads,
+            "head_dim_k": i.shape.head_dim_k,
+            "head_dim_v": i.shape.head_dim_v,
+            "dense_bytes": i.dense_bytes,
+            "budget_bytes": i.budget_bytes,
+            "num_anchors": i.num_anchors,
+            "residuals_k": i.residuals_k,
+            "residuals_v": i.residuals_v,
             "bytes": {name: getattr(i.bytes, name) for name, _ in _ffi.Bytes._fields_},
         }
 
@@ -135,14 +147,38 @@ class Segment:
             out.append(x)
         diag = _ffi.Diag()
         for h in range(s.num_kv_heads):
-            _check(_lib.akv_segment_decode(self._handle, h, 0, s.num_tokens, out[0][h].ctypes.data,
-                                           out[1][h].ctypes.data, C.byref(diag)), diag)
+            _check(
+                _lib.akv_segment_decode(
+                    self._handle, h, 0, s.num_tokens, out[0][h].ctypes.data, out[1][h].ctypes.data, C.byref(diag)
+                ),
+                diag,
+            )
         return out[0], out[1]
 
 
-def compress(keys, values, queries, *, keep_ratio=None, budget_bytes=0, profile="default", overrides=None, method="anchorkv",
-             sampled=None, sampled_positions=None, positions=None, first_position=0, rope_inv_freq=None, rope_dim=None,
-             rope_style="half_split", rope_magnitude=1.0, sm_scale=None, logit_softcap=0.0, layer_index=0, seed=0):
+def compress(
+    keys,
+    values,
+    queries,
+    *,
+    keep_ratio=None,
+    budget_bytes=0,
+    profile="default",
+    overrides=None,
+    method="anchorkv",
+    sampled=None,
+    sampled_positions=None,
+    positions=None,
+    first_position=0,
+    rope_inv_freq=None,
+    rope_dim=None,
+    rope_style="half_split",
+    rope_magnitude=1.0,
+    sm_scale=None,
+    logit_softcap=0.0,
+    layer_index=0,
+    seed=0,
+):
     """One layer -> Segment.
 
     keys, values   [H, S, d] as cached: keys after the rotary embedding (float32, float16, uint16 = bfloat16, or torch)
@@ -200,7 +236,9 @@ def compress(keys, values, queries, *, keep_ratio=None, budget_bytes=0, profile=
         x = experiment(profile, **overrides)
         config.experiment = C.pointer(x)
         keep.append(x)
-    call = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}[method]
+    call = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}[
+        method
+    ]
     _check(call(C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
     del keep
     return Segment(handle.value)

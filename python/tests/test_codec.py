@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The binding on synthetic layers: budgets, exact dense, decoding, dtypes, errors, threads."""
+
 import unittest
 
 import numpy as np
@@ -13,25 +14,37 @@ FREQ = anchorkv.inv_freq(10000.0, D)
 def rotate(x, positions):
     angle = np.outer(positions, FREQ)
     c, s, half = np.cos(angle), np.sin(angle), D // 2
-    return np.concatenate((x[..., :half] * c - x[..., half:] * s, x[..., half:] * c + x[..., :half] * s), -1).astype(np.float32)
+    return np.concatenate((x[..., :half] * c - x[..., half:] * s, x[..., half:] * c + x[..., :half] * s), -1).astype(
+        np.float32
+    )
 
 
 def make_layer(seed, tokens=S):
     """Keys around a mean, both sides near a low-dimensional set of directions, as real caches are."""
     rng = np.random.default_rng(seed)
     mix = rng.standard_normal((H, 8, D)) / 3
-    k = rng.standard_normal((H, tokens, 8)) @ mix + rng.standard_normal((H, tokens, D)) * 0.1 + rng.standard_normal((H, 1, D))
+    k = (
+        rng.standard_normal((H, tokens, 8)) @ mix
+        + rng.standard_normal((H, tokens, D)) * 0.1
+        + rng.standard_normal((H, 1, D))
+    )
     v = rng.standard_normal((H, tokens, 8)) @ mix[::-1] + rng.standard_normal((H, tokens, D)) * 0.1
     q = rng.standard_normal((H * G, tokens, D))
     at = np.arange(tokens)
     k, q = rotate(k, at), rotate(q, at)
     sampled = at[:-W:97]
-    return dict(keys=k, values=v.astype(np.float32), queries=q[:, -W:].copy(), sampled=q[:, sampled].copy(),
-                sampled_positions=sampled, rope_inv_freq=FREQ)
+    return dict(
+        keys=k,
+        values=v.astype(np.float32),
+        queries=q[:, -W:].copy(),
+        sampled=q[:, sampled].copy(),
+        sampled_positions=sampled,
+        rope_inv_freq=FREQ,
+    )
 
 
 def error(a, b):
-    return float(((a - b) ** 2).sum() / (b ** 2).sum())
+    return float(((a - b) ** 2).sum() / (b**2).sum())
 
 
 class CodecTest(unittest.TestCase):
@@ -40,8 +53,9 @@ class CodecTest(unittest.TestCase):
         for profile in ("paper", "default"):
             previous = (0.0, 0.0)
             for ratio in (0.3, 0.15):
-                with self.subTest(profile=profile, ratio=ratio), anchorkv.compress(**layer, keep_ratio=ratio,
-                                                                                   profile=profile) as segment:
+                with self.subTest(profile=profile, ratio=ratio), anchorkv.compress(
+                    **layer, keep_ratio=ratio, profile=profile
+                ) as segment:
                     info = segment.info()
                     self.assertEqual((info["kind"], info["profile"]), ("compressed", profile))
                     self.assertEqual(info["dense_bytes"], H * S * 2 * D * 2)
@@ -67,9 +81,11 @@ class CodecTest(unittest.TestCase):
     def test_dense_is_exact_in_every_dtype(self):
         layer = make_layer(3, 300)
         bits = {n: (layer[n].view(np.uint32) >> 16).astype(np.uint16) for n in ("keys", "values", "queries")}
-        for name, cast, back in (("f32", lambda n: layer[n], lambda x: x),
-                                 ("f16", lambda n: layer[n].astype(np.float16), lambda x: x.astype(np.float32)),
-                                 ("bf16", lambda n: bits[n], lambda x: (x.astype(np.uint32) << 16).view(np.float32))):
+        for name, cast, back in (
+            ("f32", lambda n: layer[n], lambda x: x),
+            ("f16", lambda n: layer[n].astype(np.float16), lambda x: x.astype(np.float32)),
+            ("bf16", lambda n: bits[n], lambda x: (x.astype(np.uint32) << 16).view(np.float32)),
+        ):
             with self.subTest(dtype=name):
                 given = {n: cast(n) for n in ("keys", "values", "queries")}
                 segment = anchorkv.compress(**given, rope_inv_freq=FREQ, method="dense")
@@ -81,8 +97,10 @@ class CodecTest(unittest.TestCase):
     def test_strided_views_give_the_same_bytes(self):
         layer = make_layer(4)
         a = anchorkv.compress(**layer, keep_ratio=0.2).data()
-        swapped = {n: np.ascontiguousarray(layer[n].transpose(1, 0, 2)).transpose(1, 0, 2)
-                   for n in ("keys", "values", "queries", "sampled")}
+        swapped = {
+            n: np.ascontiguousarray(layer[n].transpose(1, 0, 2)).transpose(1, 0, 2)
+            for n in ("keys", "values", "queries", "sampled")
+        }
         self.assertFalse(swapped["keys"].flags.c_contiguous)
         self.assertEqual(a, anchorkv.compress(**{**layer, **swapped}, keep_ratio=0.2).data())
 
