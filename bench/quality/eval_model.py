@@ -6,8 +6,8 @@
         --ctx 27000 --samples 10 --methods bench/quality/methods.json --out out/agnostic.json
 
 One prefill of a context serves all methods. Every layer's keys and values go through the C library (anchorkv, snapkv)
-and come back decoded; the model then continues over them. Protocols: agnostic (default) - the context is compressed, the
-question comes after; aware (--aware) - the question and the opening of the answer are part of the compressed prompt and
+and come back decoded; the model then continues over them. Protocols: agnostic (default) - the context is compressed,
+the question comes after; aware (--aware) - the question and the opening of the answer are part of the compressed prompt and
 the first answer token comes from the exact prefill. Seeds: 1 for tuning, 1000 for figures that are reported.
 """
 
@@ -252,7 +252,7 @@ def main():
         os.replace(a.out + ".tmp", a.out)
         return rows
 
-    # -------------------------------------------------------- prompts: (sample, context tokens, questions or continuation)
+    # ------------------------------------------------- prompts: (sample, context tokens, questions or continuation)
     encode, chosen = model.encode, a.tasks.split(",")
     overhead = len(encode(before))
     prompts = []

@@ -124,9 +124,8 @@ def tracking(rng, used):
     sentences = [f"VAR {names[0]} = {value}."] + [f"VAR {b} = VAR {a}." for a, b in zip(names, names[1:])]
     return sentences, Question(
         "tracking",
-        f"Some notes assign a value to a variable, or the value of one variable to another. (If they were VAR KKKKK "
-        f"= 11111, "
-        f"VAR LLLLL = VAR KKKKK and VAR MMMMM = VAR LLLLL, then KKKKK, LLLLL and MMMMM would hold 11111.) "
+        "Some notes assign a value to a variable, or the value of one variable to another. (If they were "
+        "VAR KKKKK = 11111, VAR LLLLL = VAR KKKKK and VAR MMMMM = VAR LLLLL, then KKKKK, LLLLL and MMMMM would hold 11111.) "
         f"Which five variables hold the value {value}?",
         f"The five variables that hold the value {value} are",
         names,
