@@ -114,6 +114,10 @@ def main():
     return 0
 
 
+def shortest(path):
+    return min(path, os.path.relpath(path), key=len)
+
+
 def print_report(columns, seconds):
     mib = 1024.0 * 1024.0
     rows = [
@@ -138,7 +142,7 @@ def print_report(columns, seconds):
     print("\n%.0f s%s" % (seconds, "; %s from the packed file of an earlier run, whose prefill and compression times are shown"
                           % " and ".join(reused) if reused else ""))
     print("ask it something else:  %s ask -m %s --from %s 'QUESTION'"
-          % tuple(os.path.relpath(path) for path in (AKV, MODEL, os.path.join(WORK, "akv.akv"))))
+          % tuple(shortest(path) for path in (AKV, MODEL, os.path.join(WORK, "akv.akv"))))
 
 
 if __name__ == "__main__":

@@ -98,6 +98,7 @@ void fixture_make(const spec *s, fixture *f)
     akv_layer *l = &f->layer;
     akv_layer_init(l);
     akv_config_init(&f->config);
+    f->config.profile = AKV_PROFILE_PAPER;
     f->config.keep_ratio = s->keep;
     f->config.seed = s->seed;
     l->shape.num_tokens = s->S;

@@ -109,6 +109,7 @@ bool fixture_from_npz(const char *path, fixture *f)
     akv_layer *l = &f->layer;
     akv_layer_init(l);
     akv_config_init(&f->config);
+    f->config.profile = AKV_PROFILE_PAPER;
     l->shape.num_tokens = S;
     l->shape.num_kv_heads = (uint32_t)H;
     l->shape.gqa_group = (uint32_t)(Q.shape[0] / H);

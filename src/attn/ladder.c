@@ -186,6 +186,11 @@ static void finish_rows(akv_ladder_range *c, akv_partial *out)
             c->s->vector[d] *= scale;
         kernels->rows_axpy(sum + i, dv, rows, c->s->vector, dv, out->acc);
     }
+    for (uint32_t r = 0; r < rows; r++) /* coordinates without a basis */
+        for (uint32_t i = v->basis_dim; i < dv; i++) {
+            const uint32_t coord = v->basis_cols + i - v->basis_dim;
+            out->acc[(size_t)r * dv + i] += sum[(size_t)r * dv + coord] * akv_bf16_to_f32(v->sigmas[coord]);
+        }
 }
 
 void akv_attend_ladder(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *s,

@@ -4,6 +4,11 @@
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
+/* Most of the budget that anchors, and each side's bases, may take. At 1/3 the optimum in k is flat; a basis that costs more than a
+ * sixth saves less than it takes. */
+#define ANCHOR_SHARE 0.3
+#define BASIS_SHARE (1.0 / 6.0)
+
 /* Bytes when every token that is no anchor takes the top level: more codes than that are never needed. */
 static uint64_t most_code_bytes(const akv_header *h, const akv_experiment *options)
 {
@@ -11,22 +16,46 @@ static uint64_t most_code_bytes(const akv_header *h, const akv_experiment *optio
     return AKV_SIDES * h->num_kv_heads * akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS) * per_block;
 }
 
-bool akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t slow_dims, bool has_positions, uint64_t budget)
+/* Lay out with k anchors and the bases as told; returns the bytes without any codes. */
+static uint64_t lay_out(akv_header *h, const akv_experiment *options, uint32_t anchors, uint32_t key_dims, bool value_basis,
+                        bool has_positions)
 {
     h->coding = AKV_CODING_LADDER;
+    h->num_anchors = anchors;
     h->num_levels = options->num_levels;
     h->index_bits = 1;
     while ((h->num_anchors - 1) >> h->index_bits != 0)
         h->index_bits++;
-    h->basis_dim[AKV_SIDE_K] = slow_dims;
-    h->basis_dim[AKV_SIDE_V] = h->head_dim[AKV_SIDE_V];
+    h->basis_dim[AKV_SIDE_K] = key_dims;
+    h->basis_dim[AKV_SIDE_V] = value_basis ? h->head_dim[AKV_SIDE_V] : 0;
     for (int side = 0; side < AKV_SIDES; side++)
         h->basis_cols[side] = h->basis_dim[side] < options->basis_cols ? h->basis_dim[side] : options->basis_cols;
     h->code_bytes = 0;
     akv_layout_sections(h, has_positions);
-    uint64_t fixed = AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
-    if (fixed > budget)
-        return false;
+    return AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
+}
+
+uint64_t akv_ladder_least_bytes(akv_header *h, const akv_experiment *options, uint32_t least_anchors, bool has_positions)
+{
+    return lay_out(h, options, least_anchors, 0, false, has_positions);
+}
+
+void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t least_anchors, uint32_t anchors, uint32_t slow_dims,
+                       bool has_positions, uint64_t budget)
+{
+    const uint64_t H = h->num_kv_heads, dk = h->head_dim[AKV_SIDE_K], dv = h->head_dim[AKV_SIDE_V];
+    /* What is paid once must leave room for what is paid per token. Both rules look at the shape and the budget only. */
+    uint64_t most_anchors = (uint64_t)(ANCHOR_SHARE * (double)budget) / (H * (dk + dv + 4));
+    if (anchors > most_anchors)
+        anchors = most_anchors < least_anchors ? least_anchors : (uint32_t)most_anchors;
+    bool key_basis = (double)(H * dk * dk) <= BASIS_SHARE * (double)budget;
+    bool value_basis = (double)(H * dv * dv) <= BASIS_SHARE * (double)budget;
+    if (lay_out(h, options, anchors, key_basis ? (uint32_t)dk : 0, value_basis, has_positions) > budget) {
+        key_basis = value_basis = false;
+        if (lay_out(h, options, anchors, 0, false, has_positions) > budget)
+            anchors = least_anchors;
+    }
+    uint64_t fixed = lay_out(h, options, anchors, key_basis ? slow_dims : 0, value_basis, has_positions);
     uint64_t most = most_code_bytes(h, options);
     h->code_bytes = (budget - fixed) / AKV_ALIGN * AKV_ALIGN;
     if (h->code_bytes > most)
@@ -34,7 +63,6 @@ bool akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t sl
     if (options->anchors_only)
         h->code_bytes = 0;
     akv_layout_sections(h, has_positions);
-    return true;
 }
 
 uint32_t akv_slow_coords(const akv_rope *rope, uint32_t dim, int64_t span, double slow_angle, uint16_t *order)

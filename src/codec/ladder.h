@@ -41,11 +41,14 @@ typedef struct akv_ladder {
 } akv_ladder;
 
 /* ladder.c: planning and the driver. */
+/* Bytes of the smallest segment: least_anchors anchors, no bases, no codes. */
+uint64_t akv_ladder_least_bytes(akv_header *header, const akv_experiment *options, uint32_t least_anchors, bool has_positions);
 /*
- * Fields of the header that the coding needs (levels, index bits, basis sizes; slow_dims key coordinates under the basis)
- * and code_bytes such that the segment's total is the largest that fits the budget. False when even no codes do not fit.
+ * Fields of the header that the coding needs for a budget of at least that: anchors (at most `anchors`), levels, index bits,
+ * basis sizes (slow_dims key coordinates hardly turn), and code_bytes such that the total is the largest that fits.
  */
-bool akv_ladder_layout(akv_header *header, const akv_experiment *options, uint32_t slow_dims, bool has_positions, uint64_t budget);
+void akv_ladder_layout(akv_header *header, const akv_experiment *options, uint32_t least_anchors, uint32_t anchors,
+                       uint32_t slow_dims, bool has_positions, uint64_t budget);
 /* Key coordinates that hardly turn over `span` positions, then the others -> order [d_k]; returns how many are slow. */
 uint32_t akv_slow_coords(const akv_rope *rope, uint32_t dim, int64_t span, double slow_angle, uint16_t *order);
 void akv_ladder_carve(akv_job *job, akv_arena *arena);

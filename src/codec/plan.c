@@ -65,10 +65,17 @@ akv_status akv_check_config(const akv_config *config, akv_diag *diag)
     return AKV_OK;
 }
 
-/* k of design section 2, with a floor for short prompts: half a window of free anchors. */
+/* The floor for short prompts: half a window of free anchors. */
+static uint32_t least_anchors_of(const akv_shape *s)
+{
+    uint64_t least = (uint64_t)s->num_queries + s->num_queries / 2;
+    return least < s->num_tokens ? (uint32_t)least : (uint32_t)s->num_tokens;
+}
+
+/* k of design section 2 within that floor and what an index can name. */
 static uint32_t anchors_of(const akv_shape *s, const akv_experiment *x)
 {
-    uint64_t k = s->num_tokens / x->tokens_per_anchor, least = (uint64_t)s->num_queries + s->num_queries / 2;
+    uint64_t k = s->num_tokens / x->tokens_per_anchor, least = least_anchors_of(s);
     if (k < least)
         k = least;
     if (k > s->num_tokens)
@@ -147,9 +154,7 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
     const bool ladder = config->profile == AKV_PROFILE_DEFAULT;
     uint64_t fixed_total;
     if (ladder) {
-        /* Feasibility does not depend on the RoPE table, which akv_plan does not know: the widest basis must fit. */
-        akv_ladder_layout(h, x, shape->head_dim_k, has_positions, 0);
-        fixed_total = AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
+        fixed_total = akv_ladder_least_bytes(h, x, least_anchors_of(shape), has_positions);
     } else {
         fixed_total = total_with(h, has_positions, 0, capacity, equal);
     }
@@ -183,7 +188,7 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
         memset(h->basis_cols, 0, sizeof h->basis_cols);
         akv_layout_sections(h, false);
     } else if (ladder) {
-        akv_ladder_layout(h, x, slow_dims, has_positions, info->budget_bytes);
+        akv_ladder_layout(h, x, least_anchors_of(shape), anchors_of(shape, x), slow_dims, has_positions, info->budget_bytes);
     } else {
         uint64_t low = 0, high = x->anchors_only ? 0 : 2 * capacity; /* total is monotone in the slots: bisect */
         while (low < high) {

@@ -20,8 +20,8 @@ akv_status akv_check_ladder_header(const akv_header *h, uint64_t bytes, akv_diag
         if (h->basis_dim[side] > h->head_dim[side] || h->basis_cols[side] > h->basis_dim[side])
             return CORRUPT("the %s basis is %u x %u for head_dim %u", side_name[side], h->basis_cols[side], h->basis_dim[side],
                            h->head_dim[side]);
-    if (h->basis_dim[AKV_SIDE_V] != h->head_dim[AKV_SIDE_V])
-        return CORRUPT("the value basis covers %u of %u coordinates; it must cover all", h->basis_dim[AKV_SIDE_V],
+    if (h->basis_dim[AKV_SIDE_V] != h->head_dim[AKV_SIDE_V] && h->basis_dim[AKV_SIDE_V] != 0)
+        return CORRUPT("the value basis covers %u of %u coordinates; it must cover all or none", h->basis_dim[AKV_SIDE_V],
                        h->head_dim[AKV_SIDE_V]);
     if (h->code_bytes > bytes)
         return CORRUPT("code_bytes is %llu in a segment of %llu bytes", (unsigned long long)h->code_bytes, (unsigned long long)bytes);

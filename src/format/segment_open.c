@@ -89,6 +89,9 @@ static akv_status check_kind(const akv_header *h, akv_diag *diag)
     if ((h->flags & ~AKV_FLAGS_KNOWN) != 0)
         return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec flags 0x%x; this library knows 0x%x", h->flags,
                         AKV_FLAGS_KNOWN);
+    if (h->profile != AKV_PROFILE_PAPER && h->profile != AKV_PROFILE_DEFAULT)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "segment uses codec profile %u; this library decodes profiles %d and %d",
+                        h->profile, AKV_PROFILE_PAPER, AKV_PROFILE_DEFAULT);
     if (h->profile != (h->coding == AKV_CODING_LADDER ? AKV_PROFILE_DEFAULT : AKV_PROFILE_PAPER))
         return CORRUPT("profile %u does not go with coding %u", h->profile, h->coding);
     if (h->num_queries == 0)

@@ -13,13 +13,13 @@ static uint64_t padded(uint64_t bytes)
 uint64_t ref_dense_bytes(const akv_shape *s, uint32_t element_bytes)
 {
     uint64_t rows = (uint64_t)s->num_kv_heads * s->num_tokens;
-    return 64 + 512 + padded(rows * s->head_dim_k * element_bytes) + padded(rows * s->head_dim_v * element_bytes);
+    return 64 + 768 + padded(rows * s->head_dim_k * element_bytes) + padded(rows * s->head_dim_v * element_bytes);
 }
 
 uint64_t ref_compressed_bytes(const akv_shape *s, uint32_t k, const uint64_t residuals[2])
 {
     uint64_t H = s->num_kv_heads, S = s->num_tokens;
-    uint64_t total = 64 + 512;                               /* object, header */
+    uint64_t total = 64 + 768;                               /* object, header */
     total += padded((uint64_t)s->rotary_dim / 2 * 8);        /* RoPE table */
     total += s->has_positions ? padded(S * 4) : 0;           /* token positions */
     total += padded(H * k * 4);                              /* anchor tokens */

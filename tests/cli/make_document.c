@@ -47,6 +47,7 @@ int main(int argc, char **argv)
         akv_config config;
         akv_layer_init(&layer);
         akv_config_init(&config);
+        config.profile = AKV_PROFILE_PAPER;
         for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
             keys[i] = noise(&state);
         for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)

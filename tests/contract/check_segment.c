@@ -328,7 +328,7 @@ static void check_header(ctx *c, const akv_config *config, const akv_segment *se
     ref_plan plan = ref_make_plan(s, config->keep_ratio, config->budget_bytes, config->experiment);
     size_t blob_bytes;
     akv_segment_data(segment, &blob_bytes);
-    CHECK(h->magic == AKV_SEGMENT_MAGIC && h->major == AKV_SEGMENT_MAJOR && h->header_bytes == 512);
+    CHECK(h->magic == AKV_SEGMENT_MAGIC && h->major == AKV_SEGMENT_MAJOR && h->header_bytes == 768);
     CHECK(h->total_bytes == blob_bytes && blob_bytes % 64 == 0);
     CHECK_MSG(plan.total == blob_bytes + 64, "%s: %llu bytes, the reference plans %llu", c->name,
               (unsigned long long)blob_bytes + 64, (unsigned long long)plan.total);

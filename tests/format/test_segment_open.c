@@ -326,6 +326,7 @@ static void test_library_segments(void)
             akv_experiment experiment;
             akv_layer_init(&layer);
             akv_config_init(&config);
+            config.profile = AKV_PROFILE_PAPER;
             akv_experiment_init(&experiment);
             layer.shape.num_tokens = lengths[n];
             layer.shape.num_kv_heads = H;

@@ -153,6 +153,7 @@ static void plans(void)
         s.dtype = (akv_dtype)akv_rng_below(&rng, 3);
         akv_config config;
         akv_config_init(&config);
+        config.profile = AKV_PROFILE_PAPER;
         config.keep_ratio = akv_rng_below(&rng, 50) == 0 ? 1
                             : akv_rng_below(&rng, 2)     ? random_unit(&rng)
                                                          : 0.3 * random_unit(&rng);
@@ -226,6 +227,7 @@ static void compress_many(int count, uint64_t most_tokens, uint32_t most_dim, ui
         counter_init(&c);
         akv_config config;
         akv_config_init(&config);
+        config.profile = AKV_PROFILE_PAPER;
         config.allocator = &c.hooks;
         config.seed = (uint64_t)i;
         config.keep_ratio = akv_rng_below(&rng, 40) == 0 ? 1 : 0.05 + 0.95 * random_unit(&rng);
