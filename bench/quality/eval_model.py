@@ -111,7 +111,10 @@ class Pipeline:
     def _submit(self, slot, spec, factor, arrays, S):
         m = self.model
         side = m.H * S * m.d  # floats
+        before = self.slots[slot].bytes
         if self.slots[slot].reserve(m.num_layers * 2 * side * 4) and m.device == "cuda":
+            if before is not None:  # a longer prompt: the new mapping may overlap the old one's addresses
+                torch.cuda.cudart().cudaHostUnregister(before.ctypes.data)
             bytes_ = self.slots[slot].bytes  # pinned where the machine lets us: faster copies, nothing else
             torch.cuda.cudart().cudaHostRegister(bytes_.ctypes.data, bytes_.nbytes, 0)
         window = SNAPKV_WINDOW if spec["kind"] == "snapkv" else WINDOW

@@ -30,6 +30,7 @@ class SharedFile:
         """True when the mapping is new."""
         if self.bytes is not None and self.bytes.nbytes >= size:
             return False
+        size += size // 8  # prompts differ by a few tokens: grow seldom
         self.bytes = np.memmap(self.path, np.uint8, "w+", shape=(size,))
         return True
 
