@@ -2,7 +2,7 @@
 /*
  * moments.c - statistics of the residuals for the LADDER coding, gathered tile by tile: second moments for the bases, and
  * utilities that look ahead. What the prompt attends to now, later queries will read on from: each squared attention
- * weight is spread forwards, (1 - 1/16)^j for 64 tokens, and a little backwards.
+ * weight is spread forwards, (1 - 1/pool_tokens)^j for 64 tokens, and a little backwards.
  */
 #include "codec/ladder.h"
 #include "kernels/kernels.h"

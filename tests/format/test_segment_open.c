@@ -144,12 +144,19 @@ static void test_header_lies(void)
         {FIELD(dense_dtype), 3, AKV_E_CORRUPT, "dense_dtype"},
         {FIELD(num_sections), AKV_SEC_COUNT + 1, AKV_E_CORRUPT, "num_sections"},
         {FIELD(optional), 1, AKV_E_CORRUPT, "leaves 0"},
-        {FIELD(reserved), 1, AKV_E_CORRUPT, "leaves 0"},
+        {ELEMENT(reserved, 0), 1, AKV_E_CORRUPT, "leaves 0"},
+        {ELEMENT(reserved, 7), 1, AKV_E_CORRUPT, "leaves 0"},
     };
     size_t bytes;
     uint8_t *blob = hand_compressed(false, &bytes), saved[sizeof(akv_header)];
     memcpy(saved, blob, sizeof saved);
     for (size_t i = 0; i < sizeof lies / sizeof lies[0]; i++) {
+        check_count++;
+        if (lies[i].bytes > sizeof lies[i].value) { /* a field that became an array needs ELEMENT */
+            fprintf(stderr, "header lie %zu: the field has %zu bytes, a lie at most 8\n", i, (size_t)lies[i].bytes);
+            check_failures++;
+            continue;
+        }
         memcpy(blob + lies[i].offset, &lies[i].value, lies[i].bytes);
         for (int copy = 0; copy < 2; copy++) {
             akv_diag diag = {AKV_OK, ""};
