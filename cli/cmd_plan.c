@@ -111,11 +111,12 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
     return fflush(stdout) == 0 ? CLI_OK : cli_fail(CLI_IO, "cannot write to standard output");
 }
 
-static int write_json(const char *path, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
+static int write_json(const char *path, akv_profile profile, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
 {
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "version", akv_version());
     cJSON_AddStringToObject(root, "command", "plan");
+    cJSON_AddStringToObject(root, "profile", cli_profile_name(profile));
     cJSON_AddNumberToObject(root, "tokens", (double)shape->num_tokens);
     cJSON_AddNumberToObject(root, "num_layers", layers);
     cJSON_AddStringToObject(root, "kind", info->kind == AKV_SEGMENT_COMPRESSED ? "compressed" : "dense");
@@ -126,6 +127,7 @@ static int write_json(const char *path, const akv_shape *shape, uint32_t layers,
     cJSON_AddNumberToObject(root, "num_anchors", info->num_anchors);
     cJSON_AddNumberToObject(root, "residuals_k", (double)info->residuals_k);
     cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
+    cJSON_AddItemToObject(root, "bytes_per_layer", cli_bytes_json(&info->bytes));
     cJSON_AddNumberToObject(root, "min_bytes", (double)(info->min_bytes * layers));
     cJSON_AddNumberToObject(root, "min_keep_ratio", info->min_keep_ratio);
     char *text = cJSON_Print(root);
@@ -157,7 +159,7 @@ static int run(int argc, char **argv)
 {
     plan_options o;
     memset(&o, 0, sizeof o);
-    o.profile = AKV_PROFILE_PAPER;
+    o.profile = AKV_PROFILE_DEFAULT;
     cli_size_goal_init(&o.goal);
     int code = parse(argc, argv, &o);
     if (code != CLI_OK)
@@ -190,7 +192,7 @@ static int run(int argc, char **argv)
     akv_status status = akv_plan(&shape, &config, &info, &diag);
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);
-    code = o.json != NULL ? write_json(o.json, &shape, layers, &info) : CLI_OK;
+    code = o.json != NULL ? write_json(o.json, o.profile, &shape, layers, &info) : CLI_OK;
     if (code == CLI_OK && (o.json == NULL || strcmp(o.json, "-") != 0))
         code = print_plan(&o, &shape, layers, &info);
     return code;
@@ -215,7 +217,7 @@ const cli_command cli_cmd_plan = {
     "      --keep R         keep ratio: bytes to keep / dense bytes (0.1)\n"
     "      --ratio X        the same the other way round: X times smaller\n"
     "      --budget BYTES   the same in bytes, all layers together; K, M, G are powers of 1024\n"
-    "      --profile NAME   paper\n"
+    "      --profile NAME   default; paper: the method exactly as published\n"
     "      --json FILE      write the figures as JSON (\"-\": to standard output, instead of the text)\n"
     "  -h, --help           this text\n"
     "\n"

@@ -208,17 +208,25 @@ bool cli_parse_method(const char *text, cli_method *out)
 
 bool cli_parse_profile(const char *text, akv_profile *out)
 {
-    if (strcmp(text, "paper") == 0) {
-        *out = AKV_PROFILE_PAPER;
-        return true;
+    static const akv_profile profiles[] = {AKV_PROFILE_DEFAULT, AKV_PROFILE_PAPER};
+    for (size_t i = 0; i < sizeof profiles / sizeof profiles[0]; i++) {
+        if (strcmp(text, cli_profile_name(profiles[i])) == 0) {
+            *out = profiles[i];
+            return true;
+        }
     }
-    cli_fail(CLI_USAGE, "--profile: \"%s\" is unknown; there is paper", text);
+    cli_fail(CLI_USAGE, "--profile: \"%s\" is unknown; there are default and paper", text);
     return false;
 }
 
 const char *cli_profile_name(uint32_t profile)
 {
-    return profile == AKV_PROFILE_PAPER ? "paper" : profile == 0 ? "none" : "unknown";
+    switch (profile) {
+    case 0: return "none";
+    case AKV_PROFILE_PAPER: return "paper";
+    case AKV_PROFILE_DEFAULT: return "default";
+    default: return "unknown";
+    }
 }
 
 void cli_size_goal_init(cli_size_goal *goal)

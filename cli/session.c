@@ -18,7 +18,7 @@ void cli_settings_init(cli_settings *s)
 {
     memset(s, 0, sizeof *s);
     cli_size_goal_init(&s->goal);
-    s->profile = AKV_PROFILE_PAPER;
+    s->profile = AKV_PROFILE_DEFAULT;
     s->method = CLI_METHOD_AKV;
     s->threads = cli_default_threads();
 }
