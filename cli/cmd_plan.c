@@ -99,7 +99,9 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
            (unsigned long long)(info->dense_bytes * layers));
     printf("compressed   %s (%llu bytes) of a budget of %s: %.2fx smaller\n", cli_bytes(info->bytes.total * layers),
            (unsigned long long)(info->bytes.total * layers), cli_bytes(info->budget_bytes * layers), ratio);
-    if (info->kind == AKV_SEGMENT_COMPRESSED)
+    if (info->kind == AKV_SEGMENT_COMPRESSED && o->profile == AKV_PROFILE_DEFAULT)
+        printf("per layer    %u anchors a head; which token gets how many bits depends on the data\n", info->num_anchors);
+    else if (info->kind == AKV_SEGMENT_COMPRESSED)
         printf("per layer    %u anchors a head, %llu key and %llu value residuals for %llu tokens x heads\n",
                info->num_anchors, (unsigned long long)info->residuals_k, (unsigned long long)info->residuals_v,
                (unsigned long long)(shape->num_tokens * shape->num_kv_heads));
@@ -125,8 +127,10 @@ static int write_json(const char *path, akv_profile profile, const akv_shape *sh
     cJSON_AddNumberToObject(root, "budget_bytes", (double)(info->budget_bytes * layers));
     cJSON_AddNumberToObject(root, "ratio", (double)info->dense_bytes / (double)info->bytes.total);
     cJSON_AddNumberToObject(root, "num_anchors", info->num_anchors);
-    cJSON_AddNumberToObject(root, "residuals_k", (double)info->residuals_k);
-    cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
+    if (profile == AKV_PROFILE_PAPER) { /* otherwise their number depends on the data */
+        cJSON_AddNumberToObject(root, "residuals_k", (double)info->residuals_k);
+        cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
+    }
     cJSON_AddItemToObject(root, "bytes_per_layer", cli_bytes_json(&info->bytes));
     cJSON_AddNumberToObject(root, "min_bytes", (double)(info->min_bytes * layers));
     cJSON_AddNumberToObject(root, "min_keep_ratio", info->min_keep_ratio);

@@ -49,6 +49,7 @@ def test_plan(t, folder):
         kinds = plan["bytes_per_layer"]
         t.check(plan["profile"] == name, f"plan: profile {plan['profile']} instead of {name}")
         t.check(sum(v for k, v in kinds.items() if k != "total") == kinds["total"], "plan: kinds do not add up")
+        t.check(("residuals_k" in plan) == (name == "paper"), f"plan: a number of residuals that nobody can know, or none, in {name}")
         t.check((kinds["model"] > 0) == (name == "default"), f"plan: {kinds['model']} bytes of means, bases and tables in {name}")
     t.run("plan", *SHAPE, "--tokens", "8192", out="profile      default")
     tight = t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "1000", code=3)
