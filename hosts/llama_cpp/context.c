@@ -36,15 +36,19 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
     }
     const int layer = akvl_node_layer(hook->graph, node);
     const bool wanted =
-        layer >= 0 && (hook->mode == AKVL_CAPTURE ? hook->host->is_hosted[layer] && !hook->taken[layer]
-                                                  : hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED);
+        layer >= 0 && (hook->mode == AKVL_REPLACE ? hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED
+                                                  : hook->host->is_hosted[layer] && !hook->taken[layer]);
     if (ask)
         return wanted;
     if (wanted && hook->failure.status == AKV_OK) {
-        if (hook->mode == AKVL_CAPTURE)
-            akvl_capture(hook, layer, node);
-        else
+        if (hook->mode == AKVL_REPLACE) {
             akvl_replace(hook, layer, node);
+        } else {
+            hook->taken[layer] = true;
+            akvl_sample(hook, layer, node);
+            if (hook->mode == AKVL_CAPTURE)
+                akvl_capture(hook, layer, node);
+        }
     }
     return true;
 }

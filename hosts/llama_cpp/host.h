@@ -93,8 +93,9 @@ struct akv_llama_store {
 typedef enum akvl_mode {
     AKVL_IDLE = 0,    /* libllama runs on its own */
     AKVL_LEARN = 1,   /* look at every node, break nowhere */
-    AKVL_CAPTURE = 2, /* break after attention of hosted layers and take the last queries */
-    AKVL_REPLACE = 3  /* break after attention of hosted layers and overwrite its output */
+    AKVL_CAPTURE = 2, /* break after attention of hosted layers and take the last queries, and sampled ones */
+    AKVL_REPLACE = 3, /* break after attention of hosted layers and overwrite its output */
+    AKVL_SAMPLE = 4   /* break after attention of hosted layers and take sampled queries */
 } akvl_mode;
 
 /* Handed to libllama when a context is made; what it does is switched by mode. */
@@ -103,12 +104,19 @@ typedef struct akvl_hook {
     akvl_mode mode;
     akvl_graph *graph; /* LEARN: filled */
     akv_diag failure;  /* the first error inside the callback; status 0 = none */
-    /* CAPTURE */
-    bool *taken;          /* [num_layers] */
+    /* CAPTURE and SAMPLE */
+    bool *taken;          /* [num_layers], in this batch */
     float **queries;      /* [num_layers] -> [H*G, W, d_k] or NULL */
     uint32_t num_queries; /* W rows wanted */
     uint64_t visible;     /* cells the last token must see: the whole document */
     bool masked;          /* some layer hid cells from the last token */
+    float **sampled;      /* [num_layers] -> [H*G, M, d_k] or NULL */
+    int32_t *sampled_positions; /* [M], rising */
+    uint32_t num_sampled; /* M */
+    uint32_t sample_from; /* those of this batch */
+    uint32_t sample_to;
+    size_t batch_tokens;  /* of this batch */
+    bool unsampled;       /* some layer ran other rows than the batch's tokens: no samples are handed over */
     /* abort hook */
     akv_llama_stage stage;
     uint64_t done;
@@ -200,8 +208,9 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
 akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row,
                             akv_diag *diag);
 bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
-/* The two modes that break: called with computed nodes. */
+/* The modes that break: called with computed nodes. */
 void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
+void akvl_sample(akvl_hook *hook, int layer, const struct ggml_tensor *node);
 void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
 
 /* State of window and recurrent layers of sequence 0. */

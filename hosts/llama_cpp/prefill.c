@@ -16,7 +16,11 @@ void akvl_drop_dense(akv_llama *host)
     akvl_hook *hook = &host->dense_hook;
     for (uint32_t i = 0; hook->queries && i < host->num_layers; i++)
         free(hook->queries[i]);
+    for (uint32_t i = 0; hook->sampled && i < host->num_layers; i++)
+        free(hook->sampled[i]);
     free(hook->queries);
+    free(hook->sampled);
+    free(hook->sampled_positions);
     free(hook->taken);
     memset(hook, 0, sizeof *hook);
     akvl_graph_free(host->dense_graph);
@@ -45,7 +49,6 @@ void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
     const akvl_layer *layer = &hook->graph->layers[number];
     const size_t heads = (size_t)layer->num_kv_heads * layer->gqa_group, dim = layer->head_dim_k;
     const size_t rows = hook->num_queries;
-    hook->taken[number] = true;
     if ((size_t)q->ne[1] < rows || (size_t)q->ne[2] != heads || (size_t)q->ne[0] != dim ||
         (uint64_t)mask->ne[0] < hook->visible) {
         akvl_fail(&hook->failure, AKV_E_UNSUPPORTED,
@@ -68,6 +71,68 @@ void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
                    dim * sizeof(float));
 }
 
+void akvl_sample(akvl_hook *hook, int number, const struct ggml_tensor *node)
+{
+    const struct ggml_tensor *q = node->src[0];
+    const akvl_layer *layer = &hook->graph->layers[number];
+    const size_t heads = (size_t)layer->num_kv_heads * layer->gqa_group, dim = layer->head_dim_k;
+    float *out = hook->sampled[number];
+    if (!out)
+        return;
+    if ((size_t)q->ne[1] != hook->batch_tokens || (size_t)q->ne[2] != heads || (size_t)q->ne[0] != dim) {
+        hook->unsampled = true;
+        return;
+    }
+    for (size_t h = 0; h < heads; h++)
+        for (size_t m = hook->sample_from; m < hook->sample_to; m++)
+            memcpy(out + (h * hook->num_sampled + m) * dim,
+                   (const char *)q->data + ((size_t)hook->sampled_positions[m] - hook->done) * q->nb[1] + h * q->nb[2],
+                   dim * sizeof(float));
+}
+
+/* Samples stand in the middle of equal stretches of the document. */
+static bool prepare_samples(akv_llama *host)
+{
+    akvl_hook *hook = &host->dense_hook;
+    const uint64_t wanted = host->options.sampled_queries, tokens = host->num_tokens;
+    if (wanted == 0 || tokens <= host->options.observation_queries)
+        hook->num_sampled = 0; /* not asked for, or everything stays exact */
+    else
+        hook->num_sampled = (uint32_t)(tokens < wanted ? tokens : wanted);
+    hook->sampled = akvl_new(host->num_layers, sizeof *hook->sampled);
+    hook->sampled_positions = akvl_new(hook->num_sampled, sizeof *hook->sampled_positions);
+    bool ok = hook->sampled && hook->sampled_positions;
+    for (uint32_t m = 0; ok && m < hook->num_sampled; m++)
+        hook->sampled_positions[m] = (int32_t)((2 * (uint64_t)m + 1) * tokens / (2 * (uint64_t)hook->num_sampled));
+    for (uint32_t i = 0; ok && i < host->num_layers && hook->num_sampled != 0; i++) {
+        const akvl_layer *layer = &host->dense_graph->layers[i];
+        if (!host->is_hosted[i])
+            continue;
+        hook->sampled[i] = akvl_new(
+            (size_t)layer->num_kv_heads * layer->gqa_group * hook->num_sampled * layer->head_dim_k, sizeof(float));
+        ok = hook->sampled[i] != NULL;
+    }
+    return ok;
+}
+
+/* Choose what the hook does with the next n tokens. A batch without samples runs without breaks. */
+static void prepare_batch(akv_llama *host, uint64_t done, size_t n)
+{
+    akvl_hook *hook = &host->dense_hook;
+    hook->done = done;
+    hook->batch_tokens = n;
+    hook->sample_from = hook->sample_to;
+    while (hook->sample_to < hook->num_sampled && (uint64_t)hook->sampled_positions[hook->sample_to] < done + n)
+        hook->sample_to++;
+    memset(hook->taken, 0, host->num_layers * sizeof *hook->taken);
+    if (host->not_hostable.status != AKV_OK)
+        hook->mode = AKVL_IDLE;
+    else if (done + n == host->num_tokens)
+        hook->mode = AKVL_CAPTURE;
+    else
+        hook->mode = hook->sample_from < hook->sample_to ? AKVL_SAMPLE : AKVL_IDLE;
+}
+
 static akv_status prepare_capture(akv_llama *host, akv_diag *diag)
 {
     akvl_hook *hook = &host->dense_hook;
@@ -76,7 +141,7 @@ static akv_status prepare_capture(akv_llama *host, akv_diag *diag)
     hook->visible = host->num_tokens;
     hook->taken = akvl_new(host->num_layers, sizeof *hook->taken);
     hook->queries = akvl_new(host->num_layers, sizeof *hook->queries);
-    bool ok = hook->taken && hook->queries;
+    bool ok = prepare_samples(host) && hook->taken && hook->queries;
     for (uint32_t i = 0; ok && i < host->num_layers && host->num_tokens > wanted; i++) {
         const akvl_layer *layer = &host->dense_graph->layers[i];
         if (!host->is_hosted[i])
@@ -174,8 +239,7 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     for (uint64_t done = 0; status == AKV_OK && done < host->num_tokens;) {
         const size_t n = next_batch(host, host->num_tokens - done);
         const bool last = done + n == host->num_tokens;
-        hook->mode = last && host->not_hostable.status == AKV_OK ? AKVL_CAPTURE : AKVL_IDLE;
-        hook->done = done;
+        prepare_batch(host, done, n);
         status = akvl_run(host, host->dense, hook, host->tokens + done, n, (int32_t)done, last, false, diag);
         done += n;
         if (status == AKV_OK && host->options.progress &&
@@ -298,6 +362,12 @@ static akv_status compress_layer(akv_llama *host, uint32_t number, akv_llama_met
     if (host->dense_hook.queries[number])
         layer.queries = akv_tensor_contiguous(host->dense_hook.queries[number], AKV_F32, host->dense_hook.num_queries,
                                               from->head_dim_k);
+    const akvl_hook *hook = &host->dense_hook;
+    if (hook->num_sampled != 0 && hook->sampled[number] && !hook->unsampled) {
+        layer.sampled = akv_tensor_contiguous(hook->sampled[number], AKV_F32, hook->num_sampled, from->head_dim_k);
+        layer.num_sampled = hook->num_sampled;
+        layer.sampled_positions = hook->sampled_positions;
+    }
     akv_diag inner = {.status = AKV_OK};
     akv_status status;
     switch (method) {

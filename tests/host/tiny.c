@@ -41,6 +41,40 @@ static akv_llama_store *taken_apart(const akv_llama_store *store)
     return copy;
 }
 
+static double relative_difference(const float *a, const float *b, size_t n)
+{
+    double difference = 0.0, size = 0.0;
+    for (size_t i = 0; i < n; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        size += (double)a[i] * a[i];
+    }
+    CHECK(size > 0.0, "all queries are zero");
+    return sqrt(difference / size);
+}
+
+/* Sampled queries: spread over the document, the same whatever the batches, and those of the tokens they claim to be of. */
+static void test_samples(const akv_llama *host, const akv_llama *other, uint32_t l)
+{
+    const akvl_hook *hook = &host->dense_hook;
+    const akvl_layer *layer = &host->dense_graph->layers[l];
+    const size_t heads = (size_t)layer->num_kv_heads * layer->gqa_group, dim = layer->head_dim_k;
+    const uint32_t M = hook->num_sampled, last = (uint32_t)hook->sampled_positions[M - 1];
+    CHECK(M == 64 && other->dense_hook.num_sampled == M && !hook->unsampled && !other->dense_hook.unsampled, "%u samples", M);
+    for (uint32_t m = 0; m < M; m++)
+        CHECK(hook->sampled_positions[m] >= (int32_t)(m * DOCUMENT / M) &&
+                  hook->sampled_positions[m] < (int32_t)((m + 1) * DOCUMENT / M + 1), "sample %u is at %d", m,
+              hook->sampled_positions[m]);
+    const double batches = relative_difference(hook->sampled[l], other->dense_hook.sampled[l], heads * M * dim);
+    /* 5e-2 as for the observation queries */
+    CHECK(batches < 5e-2, "layer %u: samples of other batches differ by %g", l, batches);
+    const double shifted = relative_difference(hook->sampled[l], hook->sampled[l] + dim, (heads * M - 1) * dim);
+    CHECK(shifted > 0.2, "layer %u: queries of other tokens differ by %g only, so the check above says nothing", l, shifted);
+    CHECK(last >= DOCUMENT - 32, "the last sample is not in the window");
+    for (size_t h = 0; h < heads; h++)
+        CHECK(memcmp(hook->sampled[l] + (h * M + M - 1) * dim, hook->queries[l] + (h * 32 + last - (DOCUMENT - 32)) * dim,
+                     dim * sizeof(float)) == 0, "layer %u: the last sample is not the query of token %u", l, last);
+}
+
 /* The last W queries must be the same whatever the batches: 68 leaves 20 tokens for the last one, fewer than W. */
 static void test_observation(const char *path, const int32_t *tokens)
 {
@@ -53,15 +87,12 @@ static void test_observation(const char *path, const int32_t *tokens)
         if (!one)
             continue;
         const akvl_layer *layer = &hosts[0]->dense_graph->layers[l];
-        double difference = 0.0, size = 0.0;
         const size_t n = (size_t)layer->num_kv_heads * layer->gqa_group * 32 * layer->head_dim_k;
-        for (size_t i = 0; i < n; i++) {
-            difference += ((double)one[i] - other[i]) * ((double)one[i] - other[i]);
-            size += (double)one[i] * one[i];
-        }
+        const double difference = relative_difference(one, other, n);
         /* 5e-2: half-precision sums in another order, and now and then another expert; other tokens' queries differ by
          * 1 */
-        CHECK(size > 0.0 && difference < 25e-4 * size, "layer %u: relative difference %g", l, sqrt(difference / size));
+        CHECK(difference < 5e-2, "layer %u: relative difference %g", l, difference);
+        test_samples(hosts[0], hosts[1], l);
     }
     akv_llama_close(hosts[0]);
     akv_llama_close(hosts[1]);
