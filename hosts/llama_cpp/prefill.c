@@ -78,12 +78,13 @@ void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
     const struct ggml_tensor *q = node->src[0];
     const akvl_layer *layer = &hook->graph->layers[number];
     hook->taken[number] = true;
-    if (q->ne[1] != (int64_t)hook->batch_count || q->ne[2] != (int64_t)layer->num_kv_heads * layer->gqa_group ||
-        q->ne[0] != (int64_t)layer->head_dim_k) {
-        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED,
-                  "layer %d ran %lld queries of %lld heads in a batch of %u tokens; this host needs all of them", number,
-                  (long long)q->ne[1], (long long)q->ne[2], hook->batch_count);
+    if (q->ne[2] != (int64_t)layer->num_kv_heads * layer->gqa_group || q->ne[0] != (int64_t)layer->head_dim_k) {
+        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED, "layer %d changed its query heads while it read the document", number);
         return;
+    }
+    if (q->ne[1] != (int64_t)hook->batch_count) { /* rows that are not the batch's tokens: the codec does without samples */
+        free(hook->sampled[number]);
+        hook->sampled[number] = NULL;
     }
     for (uint32_t m = 0; hook->sampled[number] && m < hook->num_sampled; m++) {
         const int64_t row = (int64_t)hook->sampled_positions[m] - hook->batch_first;
