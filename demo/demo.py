@@ -49,7 +49,11 @@ def make_text(path):
 
 def run(arguments):
     """Run akv; its progress stays visible on standard error."""
-    done = subprocess.run([AKV] + arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+    # libllama's threads spin while they wait for each other unless told otherwise. On a machine that does something else
+    # too, each then takes a processor from the thread it waits for, and an answer takes twenty times as long (docs/demo.md).
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    done = subprocess.run([AKV] + arguments, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         sys.exit("demo: akv %s ended with status %d" % (arguments[0], done.returncode))
 
