@@ -49,7 +49,11 @@ def make_text(path):
 
 def run(arguments):
     """Run akv; its progress stays visible on standard error."""
-    done = subprocess.run([AKV] + arguments, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+    # libllama's threads spin while they wait for each other unless told otherwise. On a machine that does something else
+    # too, each then takes a processor from the thread it waits for, and an answer takes twenty times as long (docs/demo.md).
+    environment = dict(os.environ)
+    environment.setdefault("OMP_WAIT_POLICY", "passive")
+    done = subprocess.run([AKV] + arguments, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
     if done.returncode != 0:
         sys.exit("demo: akv %s ended with status %d" % (arguments[0], done.returncode))
 
@@ -67,24 +71,33 @@ def sha256(*paths):
     return digest.hexdigest()
 
 
-def packed(method, text, threads):
-    """Compress the document by one method, or take the packed file of an earlier run. Returns (file, pack report, reused)."""
-    pack, report, key_file = (os.path.join(WORK, method + suffix) for suffix in (".akv", ".pack.json", ".key"))
-    key = "%s %s %g" % (sha256(AKV, text), method, RATIO)
+# Column of the report: method and codec profile of the command.
+WAYS = {"dense": ("dense", None), "default": ("akv", "default"), "paper": ("akv", "paper"), "snapkv": ("snapkv", None)}
+
+
+def packed(way, text, threads):
+    """Compress the document in one way, or take the packed file of an earlier run. Returns (file, pack report, reused)."""
+    pack, report, key_file = (os.path.join(WORK, way + suffix) for suffix in (".akv", ".pack.json", ".key"))
+    key = "%s %s %g" % (sha256(AKV, text), way, RATIO)
     reused = False
     if all(os.path.exists(path) for path in (pack, report, key_file)):
         with open(key_file, encoding="utf-8") as stream:
             reused = stream.read() == key
     if not reused:
-        run(["pack", "-m", MODEL, "-f", text, "--ratio", "%g" % RATIO, "--profile", "paper", "--method", method,
-             "--threads", threads, "--json", report, "-o", pack])
+        run(["pack", "-m", MODEL, "-f", text, "--ratio", "%g" % RATIO, "--threads", threads, "--json", report, "-o", pack]
+            + options(way))
         with open(key_file, "w", encoding="utf-8") as stream:
             stream.write(key)
     return pack, load(report), reused
 
 
-def ask(method, arguments, threads):
-    report = os.path.join(WORK, method + ".ask.json")
+def options(way):
+    method, profile = WAYS[way]
+    return ["--method", method] + (["--profile", profile] if profile else [])
+
+
+def ask(way, arguments, threads):
+    report = os.path.join(WORK, way + ".ask.json")
     run(["ask", "-m", MODEL, "-n", "40", "--temp", "0", "--threads", threads, "--json", report] + arguments + [QUESTION])
     return load(report)
 
@@ -101,17 +114,21 @@ def main():
     print("demo: the GPL with one sentence of ours in it, %.0f %% from its start:\n        %s\n      asked afterwards:\n        %s"
           % (100 * place, FACT, QUESTION), file=sys.stderr)
     columns = []
-    for method in ("dense", "akv", "snapkv"):
-        print("\ndemo: %s" % method, file=sys.stderr)
-        if method == "dense":
-            asked = ask(method, ["-f", text, "--method", method], threads)
+    for way in WAYS:
+        print("\ndemo: %s" % way, file=sys.stderr)
+        if way == "dense":
+            asked = ask(way, ["-f", text] + options(way), threads)
             made, reused = asked, False
         else:
-            pack, made, reused = packed(method, text, threads)
-            asked = ask(method, ["--from", pack], threads)
-        columns.append((method, made, asked, reused))
+            pack, made, reused = packed(way, text, threads)
+            asked = ask(way, ["--from", pack], threads)
+        columns.append((way, made, asked, reused))
     print_report(columns, time.monotonic() - started)
     return 0
+
+
+def shortest(path):
+    return min(path, os.path.relpath(path), key=len)
 
 
 def print_report(columns, seconds):
@@ -138,7 +155,7 @@ def print_report(columns, seconds):
     print("\n%.0f s%s" % (seconds, "; %s from the packed file of an earlier run, whose prefill and compression times are shown"
                           % " and ".join(reused) if reused else ""))
     print("ask it something else:  %s ask -m %s --from %s 'QUESTION'"
-          % tuple(os.path.relpath(path) for path in (AKV, MODEL, os.path.join(WORK, "akv.akv"))))
+          % tuple(shortest(path) for path in (AKV, MODEL, os.path.join(WORK, "default.akv"))))
 
 
 if __name__ == "__main__":

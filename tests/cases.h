@@ -64,6 +64,12 @@ void tensor_set(const akv_tensor *t, uint64_t head, uint64_t token, uint64_t dim
  */
 akv_segment *random_segment(const spec *s, uint32_t num_anchors, double density, uint32_t flags, uint64_t seed);
 
+/*
+ * The same in the LADDER coding: number of levels, widths of the bases, tables, order of the key coordinates drawn too.
+ * akv_segment_open takes it.
+ */
+akv_segment *random_ladder_segment(const spec *s, uint32_t num_anchors, double density, uint64_t seed);
+
 /* An allocator that counts, fills new memory with a pattern, and can be told to fail. */
 typedef struct counter {
     akv_allocator hooks;

@@ -65,8 +65,6 @@ typedef struct akv_llama_options {
     uint32_t tail_cells;           /* cells of context B; 1024. Rounded up by libllama to a multiple of 256 */
     uint32_t batch_tokens;         /* tokens per graph, at least 64; 512 */
     uint32_t observation_queries;  /* W; 32 */
-    uint32_t sampled_queries;      /* queries spread over the document that weight the key coordinates, at most; 64.
-                                      0 = none: the W last ones serve */
     uint32_t use_amx;              /* 0: a libllama built with AMX is kept from using it (and from repacking weights),
                                       because AMX ends the process in many virtual machines; 1: it may */
     akv_llama_log_level log_level; /* NONE: libllama is silenced */

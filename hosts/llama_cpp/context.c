@@ -41,14 +41,10 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
     if (ask)
         return wanted;
     if (wanted && hook->failure.status == AKV_OK) {
-        if (hook->mode == AKVL_REPLACE) {
+        if (hook->mode == AKVL_REPLACE)
             akvl_replace(hook, layer, node);
-        } else {
-            hook->taken[layer] = true;
-            akvl_sample(hook, layer, node);
-            if (hook->mode == AKVL_CAPTURE)
-                akvl_capture(hook, layer, node);
-        }
+        else
+            akvl_capture(hook, layer, node);
     }
     return true;
 }
@@ -113,6 +109,8 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     }
     hook->failure.status = AKV_OK;
     hook->cancelled = false;
+    hook->batch_first = position;
+    hook->batch_count = (uint32_t)num_tokens;
     akvl_forget_errors();
     const int32_t code = llama_decode(context, *batch);
     if (hook->failure.status != AKV_OK)

@@ -96,7 +96,6 @@ void akv_llama_options_init(akv_llama_options *options)
     options->tail_cells = 1024;
     options->batch_tokens = 512;
     options->observation_queries = 32;
-    options->sampled_queries = 64;
 }
 
 static bool on_load(float progress, void *user)
@@ -148,9 +147,6 @@ static akv_status check_options(const akv_llama_options *o, akv_diag *diag)
     if (o->observation_queries < 1 || o->observation_queries > 1024)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "observation_queries is %u; 1 to 1024 is possible, 32 is usual",
                          o->observation_queries);
-    if (o->sampled_queries > 4096)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "sampled_queries is %u; at most 4096, 64 is usual",
-                         o->sampled_queries);
     if (o->batch_tokens < 64 || o->batch_tokens < o->observation_queries || o->batch_tokens > 65536)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
                          "batch_tokens is %u; at least 64 and at least observation_queries (%u), at"

@@ -93,10 +93,14 @@ struct akv_llama_store {
 typedef enum akvl_mode {
     AKVL_IDLE = 0,    /* libllama runs on its own */
     AKVL_LEARN = 1,   /* look at every node, break nowhere */
-    AKVL_CAPTURE = 2, /* break after attention of hosted layers and take the last queries, and sampled ones */
-    AKVL_REPLACE = 3, /* break after attention of hosted layers and overwrite its output */
-    AKVL_SAMPLE = 4   /* break after attention of hosted layers and take sampled queries */
+    AKVL_SAMPLE = 2,  /* break after attention of hosted layers and take the sampled queries of this batch */
+    AKVL_CAPTURE = 3, /* the same, and the last queries too */
+    AKVL_REPLACE = 4  /* break after attention of hosted layers and overwrite its output */
 } akvl_mode;
+
+/* Queries sampled from the whole document, per layer: they tell the codec where later questions look. Fewer when the
+ * document is shorter. */
+enum { AKVL_SAMPLED_QUERIES = 64 };
 
 /* Handed to libllama when a context is made; what it does is switched by mode. */
 typedef struct akvl_hook {
@@ -104,19 +108,18 @@ typedef struct akvl_hook {
     akvl_mode mode;
     akvl_graph *graph; /* LEARN: filled */
     akv_diag failure;  /* the first error inside the callback; status 0 = none */
-    /* CAPTURE and SAMPLE */
-    bool *taken;          /* [num_layers], in this batch */
+    int32_t batch_first;  /* position of the first token of the running batch */
+    uint32_t batch_count; /* its tokens */
+    /* SAMPLE, CAPTURE */
+    bool *taken;          /* [num_layers] in this batch */
+    float **sampled;      /* [num_layers] -> [H*G, M, d_k] or NULL */
+    int32_t *sampled_positions; /* [M] ascending, spread evenly over the document */
+    uint32_t num_sampled; /* M; 0 = none */
+    /* CAPTURE */
     float **queries;      /* [num_layers] -> [H*G, W, d_k] or NULL */
     uint32_t num_queries; /* W rows wanted */
     uint64_t visible;     /* cells the last token must see: the whole document */
     bool masked;          /* some layer hid cells from the last token */
-    float **sampled;      /* [num_layers] -> [H*G, M, d_k] or NULL */
-    int32_t *sampled_positions; /* [M], rising */
-    uint32_t num_sampled; /* M */
-    uint32_t sample_from; /* those of this batch */
-    uint32_t sample_to;
-    size_t batch_tokens;  /* of this batch */
-    bool unsampled;       /* some layer ran other rows than the batch's tokens: no samples are handed over */
     /* abort hook */
     akv_llama_stage stage;
     uint64_t done;
@@ -210,7 +213,6 @@ akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size
 bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
 /* The modes that break: called with computed nodes. */
 void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
-void akvl_sample(akvl_hook *hook, int layer, const struct ggml_tensor *node);
 void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
 
 /* State of window and recurrent layers of sequence 0. */

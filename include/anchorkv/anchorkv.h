@@ -213,7 +213,8 @@ typedef struct akv_plan_info {
     uint64_t budget_bytes;  /* what the segment may cost */
     akv_bytes bytes;        /* what it will cost: bytes.total <= budget_bytes when kind is compressed */
     uint32_t num_anchors;   /* k, per KV head */
-    uint64_t residuals_k;   /* residual slots of the key side, all heads together */
+    uint64_t residuals_k;   /* residual slots of the key side, all heads together; 0 for profile default, which decides
+                               them by the data */
     uint64_t residuals_v;
     uint64_t min_bytes;     /* the smallest feasible budget for this shape */
     double min_keep_ratio;  /* the same as a keep ratio */

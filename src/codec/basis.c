@@ -113,7 +113,9 @@ static void basis_task(void *opaque, size_t task)
             double sum = 0.0;
             for (uint64_t r = 0; r < job->num_ranges; r++)
                 sum += ladder->moments[side][((head * job->num_ranges + r) * dim + order[i]) * dim + order[j]];
-            moment[(size_t)i * dim + j] = count > 0 ? (float)(sum / count) : 0.0f;
+            sum = count > 0 ? sum / count : 0.0;
+            /* Absurdly large inputs overflow the sums; what is stored must stay finite. */
+            moment[(size_t)i * dim + j] = sum > 1e37 ? 1e37f : sum < -1e37 ? -1e37f : sum == sum ? (float)sum : 0.0f;
         }
     for (uint32_t i = 0; i < n; i++)
         memcpy(a + (size_t)i * n, moment + (size_t)i * dim, n * sizeof *a);

@@ -95,10 +95,11 @@ akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv
     const akv_shape *s = &layer->shape;
     AKV_TRY(akv_check_finite(layer, &layer->keys, "keys", s->num_kv_heads, s->num_tokens, s->head_dim_k, config, diag));
     AKV_TRY(akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config, diag));
-    const uint32_t heads = s->num_kv_heads * s->gqa_group;
     if (layer->sampled.data != NULL && layer->num_sampled > 0)
-        AKV_TRY(akv_check_finite(layer, &layer->sampled, "sampled", heads, layer->num_sampled, s->head_dim_k, config, diag));
-    return akv_check_finite(layer, &layer->queries, "queries", heads, s->num_queries, s->head_dim_k, config, diag);
+        AKV_TRY(akv_check_finite(layer, &layer->sampled, "sampled", s->num_kv_heads * s->gqa_group, layer->num_sampled,
+                                 s->head_dim_k, config, diag));
+    return akv_check_finite(layer, &layer->queries, "queries", s->num_kv_heads * s->gqa_group, s->num_queries, s->head_dim_k,
+                            config, diag);
 }
 
 akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)

@@ -2,6 +2,8 @@
 /* dense.c - segments that keep every token exactly, and the input checks that all segment makers share. */
 #include "codec/codec.h"
 
+#define MOST_SAMPLED 65536u
+
 akv_status akv_check_layer(const akv_layer *layer, bool need_queries, akv_diag *diag)
 {
     if (layer == NULL)
@@ -25,13 +27,15 @@ akv_status akv_check_layer(const akv_layer *layer, bool need_queries, akv_diag *
                             tensors[i].name, (int)tensors[i].tensor->dtype);
     }
     if (need_queries && layer->sampled.data != NULL && layer->num_sampled > 0) {
+        if (layer->sampled_positions == NULL)
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sampled_positions is NULL; the %u sampled queries need their positions",
+                            layer->num_sampled);
         if ((unsigned)layer->sampled.dtype > AKV_BF16)
             return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sampled has dtype %d; it must be AKV_F32, AKV_F16 or AKV_BF16",
                             (int)layer->sampled.dtype);
-        if (layer->num_sampled > AKV_MAX_SAMPLED || layer->sampled_positions == NULL)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                            "%u sampled queries%s; at most %u are possible, and each needs its position", layer->num_sampled,
-                            layer->sampled_positions == NULL ? " without positions" : "", AKV_MAX_SAMPLED);
+        if (layer->num_sampled > MOST_SAMPLED)
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_sampled is %u; at most %u are used, a few dozen are enough",
+                            layer->num_sampled, MOST_SAMPLED);
     }
     if (layer->rope.rotary_dim != s->rotary_dim)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.rotary_dim is %u but shape.rotary_dim is %u; they must agree",

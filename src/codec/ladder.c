@@ -9,11 +9,17 @@
 #define ANCHOR_SHARE 0.3
 #define BASIS_SHARE (1.0 / 6.0)
 
-/* Bytes when every token that is no anchor takes the top level: more codes than that are never needed. */
+/* Bytes when every token takes the top level, 4 bits a coordinate at most: more codes than that are never needed. */
 static uint64_t most_code_bytes(const akv_header *h, const akv_experiment *options)
 {
-    const uint64_t per_block = akv_run_bytes(AKV_BLOCK_TOKENS, options->level_bits[options->num_levels - 1]) + 2 * AKV_MAX_LEVELS;
-    return AKV_SIDES * h->num_kv_heads * akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS) * per_block;
+    uint64_t bytes = 0;
+    for (int side = 0; side < AKV_SIDES; side++) {
+        uint32_t bits = options->level_bits[options->num_levels - 1];
+        if (bits > 4 * h->head_dim[side])
+            bits = 4 * h->head_dim[side];
+        bytes += akv_run_bytes(AKV_BLOCK_TOKENS, bits) + 2 * AKV_MAX_LEVELS;
+    }
+    return bytes * h->num_kv_heads * akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS);
 }
 
 /* Lay out with k anchors and the bases as told; returns the bytes without any codes. */
@@ -35,6 +41,18 @@ static uint64_t lay_out(akv_header *h, const akv_experiment *options, uint32_t a
     return AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
 }
 
+/* The same for whichever number of key coordinates turns out slow: akv_plan does not know the RoPE table. */
+static uint64_t most_fixed(akv_header *h, const akv_experiment *options, uint32_t anchors, bool key_basis, bool value_basis,
+                           bool has_positions)
+{
+    uint64_t most = 0;
+    for (uint32_t slow = 0; slow <= (key_basis ? h->head_dim[AKV_SIDE_K] : 0); slow++) {
+        uint64_t bytes = lay_out(h, options, anchors, slow, value_basis, has_positions);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
+
 uint64_t akv_ladder_least_bytes(akv_header *h, const akv_experiment *options, uint32_t least_anchors, bool has_positions)
 {
     return lay_out(h, options, least_anchors, 0, false, has_positions);
@@ -50,18 +68,19 @@ void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t le
         anchors = most_anchors < least_anchors ? least_anchors : (uint32_t)most_anchors;
     bool key_basis = (double)(H * dk * dk) <= BASIS_SHARE * (double)budget;
     bool value_basis = (double)(H * dv * dv) <= BASIS_SHARE * (double)budget;
-    if (lay_out(h, options, anchors, key_basis ? (uint32_t)dk : 0, value_basis, has_positions) > budget) {
+    uint64_t fixed = most_fixed(h, options, anchors, key_basis, value_basis, has_positions);
+    if (fixed > budget) {
         key_basis = value_basis = false;
-        if (lay_out(h, options, anchors, 0, false, has_positions) > budget)
-            anchors = least_anchors;
+        fixed = most_fixed(h, options, anchors, false, false, has_positions);
     }
-    uint64_t fixed = lay_out(h, options, anchors, key_basis ? slow_dims : 0, value_basis, has_positions);
-    uint64_t most = most_code_bytes(h, options);
-    h->code_bytes = (budget - fixed) / AKV_ALIGN * AKV_ALIGN;
-    if (h->code_bytes > most)
-        h->code_bytes = akv_round_up(most, AKV_ALIGN);
-    if (options->anchors_only)
-        h->code_bytes = 0;
+    if (fixed > budget) {
+        anchors = least_anchors;
+        fixed = most_fixed(h, options, anchors, false, false, has_positions);
+    }
+    /* The total follows from the widest fixed part; what this RoPE table needs less goes to the codes. */
+    uint64_t codes = options->anchors_only ? 0 : (budget - fixed) / AKV_ALIGN * AKV_ALIGN, most = most_code_bytes(h, options);
+    uint64_t total = fixed + (codes < most ? codes : akv_round_up(most, AKV_ALIGN));
+    h->code_bytes = total - lay_out(h, options, anchors, key_basis ? slow_dims : 0, value_basis, has_positions);
     akv_layout_sections(h, has_positions);
 }
 

@@ -13,7 +13,6 @@
 #define AKV_MAX_HEAD_TOKENS (UINT64_C(1) << 48) /* S * H */
 #define AKV_MAX_HEAD_DIM 1024u
 #define AKV_MAX_QUERIES 1024u
-#define AKV_MAX_SAMPLED 65536u
 #define AKV_MAX_ANCHORS 65535u
 
 /* AKV_OK when the shape is within the limits above, else AKV_E_INVALID_ARGUMENT with a sentence. */

@@ -165,6 +165,16 @@ uint64_t ref_compressed_bytes(const akv_shape *shape, uint32_t num_anchors, cons
 /* Object and blob of a dense segment whose elements take element_bytes. */
 uint64_t ref_dense_bytes(const akv_shape *shape, uint32_t element_bytes);
 
+/* What decides the sections of the LADDER coding besides the shape. */
+typedef struct ref_ladder_sizes {
+    uint32_t anchors, levels;
+    uint32_t basis_dim[2], basis_cols[2];
+    uint64_t code_bytes;
+} ref_ladder_sizes;
+
+/* Object and blob of a segment in the LADDER coding. */
+uint64_t ref_ladder_bytes(const akv_shape *shape, const ref_ladder_sizes *sizes);
+
 /* ------------------------------------------------------------------------------- reading canonical bytes (layout.h) */
 
 /* Where things are in a blob; no copy. */
@@ -196,6 +206,34 @@ void ref_view_codes(const ref_view *view, int side, uint32_t head, uint64_t toke
  *   size  out  [S] norm of the anchor part + norm of the residual part: scales the rounding of a sum of both; or NULL
  */
 bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *size);
+
+/* ------------------------------------------------------------------- reading the LADDER coding (layout.h, section 7) */
+
+extern const double ref_levels_1bit[2];
+extern const double ref_levels_4bit[16];
+
+/* Level `number` of the quantiser of width 1, 2 or 4 bits. */
+double ref_ladder_value(uint32_t number, uint32_t width);
+
+uint32_t ref_ladder_coords(const ref_view *view, int side); /* coordinates of the transform */
+uint32_t ref_ladder_index(const ref_view *view, int side, uint32_t head, uint64_t token);
+int ref_ladder_coeff_code(const ref_view *view, int side, uint32_t head, uint64_t token); /* -8..7 */
+double ref_ladder_coeff(const ref_view *view, int side, uint32_t head, uint64_t token);
+uint32_t ref_ladder_level(const ref_view *view, int side, uint32_t head, uint64_t token);
+void ref_ladder_anchor(const ref_view *view, int side, uint32_t head, uint32_t anchor, double *out);
+void ref_ladder_mean(const ref_view *view, uint32_t head, double *out);
+uint32_t ref_ladder_bits(const ref_view *view, int side, uint32_t head, uint32_t level, uint32_t coord);
+uint32_t ref_ladder_level_bits(const ref_view *view, int side, uint32_t head, uint32_t level); /* per residual */
+double ref_ladder_sigma(const ref_view *view, int side, uint32_t head, uint32_t coord);
+
+/* What coordinate `coord` of the transform stands for: a vector [dim]. */
+void ref_ladder_direction(const ref_view *view, int side, uint32_t head, uint32_t coord, double *out);
+
+/* Coded residuals of a head in the transform's coordinates: z [S, coords], 0 where there is none. */
+bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z);
+
+/* ref_decode for this coding. size: norms of the anchor part, the mean and every coordinate's share, added up. */
+bool ref_decode_ladder(const ref_view *view, int side, uint32_t head, double *out, double *size);
 
 /* -------------------------------------------------------------------------------------------- attention (section 5) */
 

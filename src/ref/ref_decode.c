@@ -154,6 +154,8 @@ bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *
         decode_dense(&view, side, head, out, size);
         return true;
     }
+    if (h->coding == AKV_CODING_LADDER)
+        return ref_decode_ladder(&view, side, head, out, size);
     uint32_t dim = dim_of(&view, side);
     double *part = malloc(dim * sizeof *part);
     uint8_t *codes = malloc(dim);

@@ -36,6 +36,35 @@ uint64_t ref_compressed_bytes(const akv_shape *s, uint32_t k, const uint64_t res
     return total;
 }
 
+uint64_t ref_ladder_bytes(const akv_shape *s, const ref_ladder_sizes *z)
+{
+    uint64_t H = s->num_kv_heads, S = s->num_tokens, k = z->anchors, index_bits = 1, planes = 1;
+    while (k > 1ull << index_bits)
+        index_bits++;
+    while (z->levels >= 1u << planes)
+        planes++;
+    uint64_t total = 64 + 768;                               /* object, header */
+    total += padded((uint64_t)s->rotary_dim / 2 * 8);        /* RoPE table */
+    total += s->has_positions ? padded(S * 4) : 0;           /* token positions */
+    total += padded(H * s->head_dim_k * 2);                  /* mean key */
+    total += padded((uint64_t)s->head_dim_k * 2);            /* order of the key coordinates */
+    total += padded((H * ((S + 1023) / 1024) * 2 + 1) * 8);  /* where each block's codes begin */
+    total += padded(z->code_bytes);
+    for (int side = 0; side < 2; side++) {
+        uint64_t dim = side == 0 ? s->head_dim_k : s->head_dim_v, cols = z->basis_cols[side];
+        uint64_t coords = cols + dim - z->basis_dim[side];
+        total += padded(H * k * dim) + padded(H * k * 2);    /* anchors and their scales */
+        total += padded(H * dim * 2);                        /* units */
+        total += padded(H * ((S * index_bits + 7) / 8) + 4); /* index */
+        total += padded(H * ((S + 1) / 2));                  /* coefficient */
+        total += padded(H * cols * z->basis_dim[side]) + padded(H * cols * 4);
+        total += padded(H * coords * 2);                     /* sigmas */
+        total += padded(H * z->levels * ((coords + 3) / 4)); /* level tables */
+        total += padded(H * planes * ((S + 7) / 8));         /* levels */
+    }
+    return total;
+}
+
 /* N slots: N/2 to keys, the rest to values; what a side cannot use goes to the other. */
 static void split(uint64_t n, uint64_t most, uint64_t out[2])
 {

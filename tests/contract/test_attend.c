@@ -10,7 +10,7 @@ typedef struct attend_case {
     const char *name;
     uint32_t H, G, dk, dv, T;
     uint64_t segment_tokens[4]; /* 0 ends */
-    char segment_kind[5];       /* per segment: c compressed, p plain codes, r anchors after the rotation, 3/h/b dense
+    char segment_kind[5];       /* per segment: c compressed, l ladder, p plain codes, r anchors after the rotation, 3/h/b dense
                                    f32/f16/bf16 */
     uint32_t anchors;           /* of compressed ones */
     double density;             /* of residuals */
@@ -88,6 +88,9 @@ static void setup_make(const attend_case *c, setup *s)
             uint32_t anchors = c->anchors < sp.S ? c->anchors : (uint32_t)sp.S;
             uint32_t flags = kind == 'p' ? AKV_FLAG_PLAIN_CODES : kind == 'r' ? AKV_FLAG_ANCHORS_POST_ROPE : 0;
             s->segments[i] = random_segment(&sp, anchors, c->density, flags, sp.seed);
+        } else if (kind == 'l') {
+            uint32_t anchors = c->anchors < sp.S ? c->anchors : (uint32_t)sp.S;
+            s->segments[i] = random_ladder_segment(&sp, anchors, c->density, sp.seed);
         } else {
             sp.dtype = kind == '3' ? AKV_F32 : kind == 'h' ? AKV_F16 : AKV_BF16;
             fixture f;
@@ -368,7 +371,7 @@ static void random_mixtures(void)
         uint64_t n = akv_rng_below(&rng, 5);
         for (uint64_t s = 0; s < n && s < 4; s++) {
             c.segment_tokens[s] = 1 + akv_rng_below(&rng, s == 0 ? 1500 : 200);
-            c.segment_kind[s] = "cccpr3hb"[akv_rng_below(&rng, 8)];
+            c.segment_kind[s] = "cclllpr3hb"[akv_rng_below(&rng, 10)];
         }
         c.anchors = 1 + (uint32_t)akv_rng_below(&rng, 60);
         c.density = random_unit(&rng);
@@ -384,6 +387,61 @@ static void random_mixtures(void)
         c.layout = (int)akv_rng_below(&rng, LAY_COUNT);
         run(&c);
     }
+}
+
+/* The table of cases once more for the ladder coding. */
+static void ladder(void)
+{
+    const uint32_t dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {112, 112}, {128, 128}, {192, 192},
+                                {256, 256}, {192, 128}, {64, 128}, {6, 10},    {2, 2}};
+    for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++)
+        for (uint64_t seed = 0; seed < 4; seed++) {
+            char name[64];
+            snprintf(name, sizeof name, "ladder dk %u dv %u", dims[i][0], dims[i][1]);
+            CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0], .segment_tokens = {300},
+                 .segment_kind = "l", .seed = i + 50 * seed);
+            CASE(.name = name, .dk = dims[i][0], .dv = dims[i][1], .rotary = dims[i][0] / 4 * 2,
+                 .segment_tokens = {200, 150, 50}, .segment_kind = "lch", .tail = 9, .T = 5,
+                 .style = AKV_ROPE_INTERLEAVED, .seed = i + 100 * seed);
+        }
+    const uint32_t group[] = {1, 2, 3, 4, 6, 8}, queries[] = {1, 2, 5, 40};
+    for (uint32_t i = 0; i < 6; i++)
+        for (uint32_t j = 0; j < 4; j++) {
+            char name[64];
+            snprintf(name, sizeof name, "ladder G %u T %u", group[i], queries[j]);
+            CASE(.name = name, .G = group[i], .H = 1 + (i + j) % 3, .T = queries[j], .segment_tokens = {150, 40},
+                 .segment_kind = "l3", .tail = 4 + queries[j], .seed = i * 10 + j);
+        }
+    const uint64_t lengths[] = {1, 33, 63, 64, 65, 127, 128, 129, 1000, 1023, 1024, 1025, 2049, 5000};
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+        char name[64];
+        snprintf(name, sizeof name, "ladder S %llu", (unsigned long long)lengths[i]);
+        CASE(.name = name, .segment_tokens = {lengths[i]}, .segment_kind = "l", .dk = 128, .dv = 128, .rotary = 128,
+             .seed = i);
+        CASE(.name = name, .T = 2, .tail = 40, .segment_tokens = {lengths[i], lengths[i]}, .segment_kind = "ll",
+             .anchors = 300, .density = i % 2 ? 1 : 0.05, .seed = i);
+    }
+    const akv_rope_style styles[] = {AKV_ROPE_HALF_SPLIT, AKV_ROPE_INTERLEAVED};
+    for (int i = 0; i < 2; i++) {
+        CASE(.name = "ladder partial", .style = styles[i], .rotary = 24, .segment_tokens = {1100}, .segment_kind = "l",
+             .seed = 2);
+        CASE(.name = "ladder YaRN", .style = styles[i], .magnitude = 1.2, .rotary = 48, .segment_tokens = {1100},
+             .segment_kind = "l", .seed = 3);
+        CASE(.name = "ladder no rotation", .style = styles[i], .rotary = 0, .segment_tokens = {1100},
+             .segment_kind = "l", .seed = 4);
+        CASE(.name = "ladder late", .style = styles[i], .first_position = 100000, .segment_tokens = {1100, 70},
+             .segment_kind = "lc", .seed = 5);
+        CASE(.name = "ladder negative", .style = styles[i], .first_position = -1050, .segment_tokens = {1100},
+             .segment_kind = "l", .seed = 6);
+        CASE(.name = "ladder gaps", .style = styles[i], .gaps = 1, .first_position = 99, .segment_tokens = {1100},
+             .segment_kind = "l", .seed = 7);
+        CASE(.name = "ladder soft-cap, sinks", .style = styles[i], .softcap = 5, .sinks = 1, .T = 2, .tail = 30,
+             .mask = 'm', .segment_tokens = {1100, 10, 300}, .segment_kind = "l3c", .seed = 8);
+    }
+    for (int dtype = 0; dtype < 3; dtype++)
+        for (int lay = 0; lay < LAY_COUNT; lay++)
+            CASE(.name = "ladder layouts", .dtype = (akv_dtype)dtype, .layout = lay, .T = 4, .tail = 70,
+                 .segment_tokens = {130, 20}, .segment_kind = "lh", .mask = lay % 2 ? 'm' : 0, .seed = (uint64_t)lay);
 }
 
 /* Parts attended to one by one and merged = one softmax over all of them. */
@@ -551,6 +609,7 @@ int main(int argc, char **argv)
     TEST(many_queries);
     TEST(masks_and_sinks);
     TEST(rope_variants);
+    TEST(ladder);
     TEST(dtypes_and_layouts);
     TEST(random_mixtures);
     TEST(merging);

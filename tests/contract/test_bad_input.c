@@ -21,6 +21,23 @@ static const spec base = {.name = "bad input",
                           .keep = 0.5,
                           .seed = 1};
 
+/* Every case runs once for each profile. */
+static akv_profile profile;
+
+static void make(const spec *s, fixture *f)
+{
+    fixture_make(s, f);
+    f->config.profile = profile;
+}
+
+static void experiment_init(akv_experiment *e)
+{
+    if (profile == AKV_PROFILE_DEFAULT)
+        akv_experiment_init_default(e);
+    else
+        akv_experiment_init(e);
+}
+
 static akv_segment *const untouched = (akv_segment *)(uintptr_t)64;
 
 /* akv_compress must fail so, with a message that holds every word of the list (separated by |). */
@@ -60,7 +77,7 @@ static void non_finite(void)
                     s.dtype = (akv_dtype)dtype;
                     s.layout_k = s.layout_v = place == 0 ? LAY_TRANSPOSED : LAY_CONTIGUOUS;
                     fixture f;
-                    fixture_make(&s, &f);
+                    make(&s, &f);
                     akv_tensor *t = side == 0 ? &f.layer.keys : side == 1 ? &f.layer.values : &f.layer.queries;
                     /* first, middle, last element; tokens of queries are rows of the window */
                     uint32_t dim = side == 1 ? 48 : 64, tokens = side == 2 ? 32 : 300, heads = side == 2 ? 4 : 2;
@@ -96,7 +113,7 @@ static void non_finite(void)
 #define LAYER(edit, want, words)                                                                                       \
     do {                                                                                                               \
         fixture f;                                                                                                     \
-        fixture_make(&base, &f);                                                                                       \
+        make(&base, &f);                                                                                       \
         akv_layer *l = &f.layer;                                                                                       \
         akv_config *c = &f.config;                                                                                     \
         (void)l;                                                                                                       \
@@ -153,7 +170,7 @@ static void configs(void)
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
         LAYER(c->keep_ratio = bad[i], AKV_E_INVALID_ARGUMENT, "keep_ratio");
         fixture f;
-        fixture_make(&base, &f);
+        make(&base, &f);
         f.config.keep_ratio = bad[i];
         akv_plan_info info;
         akv_plan_info_init(&info);
@@ -170,7 +187,7 @@ static void configs(void)
     akv_experiment e;
 #define EXPERIMENT(edit, word)                                                                                         \
     do {                                                                                                               \
-        akv_experiment_init(&e);                                                                                       \
+        experiment_init(&e);                                                                                       \
         edit;                                                                                                          \
         LAYER(c->experiment = &e, AKV_E_INVALID_ARGUMENT, word);                                                       \
     } while (0)
@@ -185,12 +202,29 @@ static void configs(void)
     EXPERIMENT(e.scale_rule = (akv_scale_rule)9, "akv_experiment");
     EXPERIMENT(e.code_rule = (akv_code_rule)9, "akv_experiment");
     EXPERIMENT(e.anchor_space = (akv_anchor_space)9, "akv_experiment");
+    if (profile != AKV_PROFILE_DEFAULT)
+        return;
+    EXPERIMENT(e.num_levels = 0, "levels");
+    EXPERIMENT(e.num_levels = 16, "levels");
+    EXPERIMENT(e.level_bits[3] = e.level_bits[2], "rising");
+    EXPERIMENT(e.level_bits[0] = 0, "rising");
+    EXPERIMENT(e.incoherent = NAN, "incoherent");
+    EXPERIMENT(e.incoherent = 1.5, "incoherent");
+    EXPERIMENT(e.query_mix = -0.5, "query_mix");
+    EXPERIMENT(e.floor = INFINITY, "floor");
+    EXPERIMENT(e.value_boost = 0, "value_boost");
+    EXPERIMENT(e.slow_angle = NAN, "slow_angle");
+    EXPERIMENT(e.pool_tokens = 1025, "pool_tokens");
+    EXPERIMENT(e.basis_cols = 1025, "basis_cols");
+    experiment_init(&e);
+    e.anchor_space = AKV_ANCHOR_POST_ROPE;
+    LAYER(c->experiment = &e, AKV_E_UNSUPPORTED, "AKV_PROFILE_PAPER");
 }
 
 static void nulls(void)
 {
     fixture f;
-    fixture_make(&base, &f);
+    make(&base, &f);
     akv_segment *out = untouched;
     akv_diag diag = {0};
     CHECK_STATUS(akv_compress(NULL, &f.config, &out, &diag), AKV_E_INVALID_ARGUMENT, &diag);
@@ -241,7 +275,7 @@ static void dense_reasons(void)
         s.W = list[i].W;
         s.keep = list[i].keep;
         fixture f;
-        fixture_make(&s, &f);
+        make(&s, &f);
         if (s.keep == 0)
             f.config.budget_bytes = ref_dense_bytes(&f.layer.shape, 2);
         if (s.S <= s.W)
@@ -268,14 +302,14 @@ static void dense_reasons(void)
 static void out_of_memory(void)
 {
     fixture f;
-    fixture_make(&base, &f);
+    make(&base, &f);
     akv_diag diag = {0};
     akv_segment *plain = NULL;
     CHECK_STATUS(akv_compress(&f.layer, &f.config, &plain, &diag), AKV_OK, &diag);
     for (int mode = 0; mode < 4; mode++) { /* compress: serial, two threads, least squares; dense */
         akv_threads *pool = NULL;
         akv_experiment e;
-        akv_experiment_init(&e);
+        experiment_init(&e);
         if (mode == 1) {
             CHECK_STATUS(akv_threads_create(2, &pool, &diag), AKV_OK, &diag);
             f.config.executor = akv_threads_executor(pool);
@@ -322,6 +356,12 @@ static void check_finite(fixture *f, const char *name)
     CHECK_MSG(status == AKV_OK, "%s: %s", name, diag.message);
     if (segment == NULL)
         return;
+    size_t blob_bytes;
+    const void *blob = akv_segment_data(segment, &blob_bytes);
+    akv_segment *opened = NULL;
+    status = akv_segment_open(blob, blob_bytes, 1, NULL, &opened, &diag);
+    CHECK_MSG(status == AKV_OK, "%s: what the library wrote does not open: %s", name, diag.message);
+    akv_segment_release(opened);
     const akv_shape *s = &f->layer.shape;
     float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)),
           *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
@@ -378,6 +418,12 @@ enum content {
     ZERO_WINDOW,
     ONE_HOT,
     LARGE_F32,
+    LARGER_F32,
+    HUGE_F32,
+    ONE_HEAD_ZERO,
+    LOW_RANK,
+    CONSTANT_KEYS,
+    CONSTANT_VALUES,
     CONTENTS
 };
 
@@ -385,15 +431,17 @@ static void extremes(void)
 {
     const char *names[] = {
         "zero keys",    "zero values",  "all zero",     "constant",    "largest f16", "alternating largest f16",
-        "denormal f16", "denormal f32", "tiny anchors", "zero window", "one hot",     "large f32"};
+        "denormal f16", "denormal f32", "tiny anchors", "zero window", "one hot",     "large f32",
+        "larger f32",   "huge f32",
+        "one head zero", "rank two",    "constant keys", "constant values"};
     for (int kind = 0; kind < CONTENTS; kind++)
         for (int rotary = 0; rotary <= 64; rotary += 64) {
             spec s = base;
             s.rotary = (uint32_t)rotary;
-            s.dtype = kind == DENORMAL_F32 || kind == TINY_ANCHORS || kind == LARGE_F32 ? AKV_F32 : AKV_F16;
+            s.dtype = kind == DENORMAL_F32 || (kind >= TINY_ANCHORS && kind <= HUGE_F32 && kind != ZERO_WINDOW && kind != ONE_HOT) ? AKV_F32 : AKV_F16;
             fixture f;
-            fixture_make(&s, &f);
-            if (kind == LARGEST_F16 || kind == ALTERNATING_LARGEST || kind == LARGE_F32)
+            make(&s, &f);
+            if (kind == LARGEST_F16 || kind == ALTERNATING_LARGEST || (kind >= LARGE_F32 && kind <= HUGE_F32))
                 f.layer.sm_scale = 1e-9; /* keep the softmax from collapsing to one token */
             for (uint64_t h = 0; h < 2; h++)
                 for (uint64_t p = 0; p < 300; p++)
@@ -417,6 +465,14 @@ static void extremes(void)
                                 break;                                     /* coefficients beyond 65504 */
                             case ZERO_WINDOW: x = p >= 268 ? 0 : x; break; /* anchors without direction */
                             case ONE_HOT: x = i == p % 48 ? 1 : 0; break;
+                            case LARGER_F32: x *= 1e12; break;
+                            case HUGE_F32: x *= 1e21; break; /* squares beyond fp32 */
+                            case ONE_HEAD_ZERO: x = h == 0 ? 0 : x; break;
+                            case LOW_RANK: /* every vector in one plane */
+                                x = (double)(p % 17) * (i % 3 == 0) - (double)(p % 5) * (i % 3 == 1);
+                                break;
+                            case CONSTANT_KEYS: x = side == 0 ? 0.75 : x; break;
+                            case CONSTANT_VALUES: x = side == 1 ? -3 : x; break;
                             default: x *= 1e6; break;
                             }
                             tensor_set(t, h, p, i, x);
@@ -425,8 +481,8 @@ static void extremes(void)
             snprintf(name, sizeof name, "%s, rotary %d", names[kind], rotary);
             check_finite(&f, name);
             /* the choices too; utilities of such sizes under- or overflow fp32, so ranks are not compared there */
-            if (kind == ZERO_WINDOW || kind == ONE_HOT || kind == CONSTANT || kind == ZERO_KEYS ||
-                kind == ZERO_VALUES || kind == ZERO_ALL) {
+            if (profile == AKV_PROFILE_PAPER && (kind == ZERO_WINDOW || kind == ONE_HOT || kind == CONSTANT || kind == ZERO_KEYS ||
+                kind == ZERO_VALUES || kind == ZERO_ALL)) {
                 akv_segment *segment = NULL;
                 akv_diag diag = {0};
                 check_stats stats = {0};
@@ -439,11 +495,88 @@ static void extremes(void)
         }
 }
 
+/* Short prompts: dense and said so, or compressed with what fits; every length around the window and the first anchors. */
+static void short_prompts(void)
+{
+    for (uint64_t S = 1; S <= 80; S++)
+        for (int i = 0; i < 4; i++) {
+            spec s = base;
+            s.S = S;
+            s.keep = i == 0 ? 0.1 : i == 1 ? 0.5 : i == 2 ? 0.9 : 1;
+            s.dk = i % 2 ? 16 : 64;
+            s.rotary = s.dk;
+            fixture f;
+            make(&s, &f);
+            akv_plan_info info;
+            akv_plan_info_init(&info);
+            akv_diag diag = {0};
+            akv_status planned = akv_plan(&f.layer.shape, &f.config, &info, &diag);
+            akv_segment *segment = NULL;
+            CHECK_STATUS(akv_compress(&f.layer, &f.config, &segment, &diag), planned, &diag);
+            CHECK(planned == AKV_OK || planned == AKV_E_INFEASIBLE);
+            if (planned == AKV_E_INFEASIBLE) { /* the smallest that works, works */
+                CHECK(S > 32);
+                f.config.budget_bytes = info.min_bytes;
+                akv_plan_info_init(&info);
+                CHECK_STATUS(akv_plan(&f.layer.shape, &f.config, &info, &diag), AKV_OK, &diag);
+                CHECK_STATUS(akv_compress(&f.layer, &f.config, &segment, &diag), AKV_OK, &diag);
+            }
+            if (segment != NULL) {
+                akv_segment_info got;
+                akv_segment_info_init(&got);
+                CHECK_STATUS(akv_segment_get_info(segment, &got, &diag), AKV_OK, &diag);
+                CHECK(got.kind == info.kind && got.dense_reason == info.dense_reason);
+                CHECK(got.bytes.total == info.bytes.total);
+                CHECK_MSG(S > 32 || (got.kind == AKV_SEGMENT_DENSE && got.dense_reason == AKV_DENSE_WITHIN_WINDOW),
+                          "%llu tokens within the window are not dense", (unsigned long long)S);
+            }
+            akv_segment_release(segment);
+            check_finite(&f, "short prompt");
+            fixture_free(&f);
+        }
+}
+
+/* Further queries of the prompt: judged like the window's, and harmless when they are zero or far away. */
+static void sampled_queries(void)
+{
+    enum { M = 3 };
+    const int32_t far[M] = {-2000000000, 0, 2000000000}, near[M] = {0, 17, 299};
+    for (int kind = 0; kind < 6; kind++) {
+        fixture f;
+        make(&base, &f);
+        void *memory;
+        f.layer.sampled = tensor_make(4, M, 64, AKV_F16, LAY_TOKEN_MAJOR, &memory);
+        f.layer.num_sampled = M;
+        f.layer.sampled_positions = kind == 1 ? far : near;
+        akv_rng rng = {5};
+        for (uint64_t h = 0; h < 4 && kind != 2; h++)
+            for (uint64_t m = 0; m < M; m++)
+                for (uint64_t i = 0; i < 64; i++)
+                    tensor_set(&f.layer.sampled, h, m, i, random_gauss(&rng));
+        if (kind == 3)
+            tensor_set(&f.layer.sampled, 3, 2, 63, NAN);
+        if (kind == 4)
+            f.layer.sampled_positions = NULL;
+        if (kind == 5)
+            f.layer.sampled.dtype = (akv_dtype)5;
+        if (kind < 3)
+            check_finite(&f, "sampled queries");
+        else
+            expect(&f, &f.config, kind == 3 ? AKV_E_NON_FINITE : AKV_E_INVALID_ARGUMENT,
+                   kind == 3   ? "sampled|head 3|63"
+                   : kind == 4 ? "sampled_positions"
+                               : "dtype",
+                   kind == 3 ? "NaN in a sampled query" : kind == 4 ? "no positions" : "dtype of sampled queries");
+        free(memory);
+        fixture_free(&f);
+    }
+}
+
 /* References: the last release frees, through the allocator that made it. */
 static void references(void)
 {
     fixture f;
-    fixture_make(&base, &f);
+    make(&base, &f);
     counter c;
     counter_init(&c);
     f.config.allocator = &c.hooks;
@@ -462,13 +595,19 @@ static void references(void)
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
-    TEST(non_finite);
-    TEST(layers);
-    TEST(configs);
+    for (int i = 0; i < 2; i++) {
+        profile = i == 0 ? AKV_PROFILE_PAPER : AKV_PROFILE_DEFAULT;
+        printf("profile %s\n", i == 0 ? "paper" : "default");
+        TEST(non_finite);
+        TEST(layers);
+        TEST(configs);
+        TEST(dense_reasons);
+        TEST(out_of_memory);
+        TEST(extremes);
+        TEST(short_prompts);
+        TEST(references);
+    }
     TEST(nulls);
-    TEST(dense_reasons);
-    TEST(out_of_memory);
-    TEST(extremes);
-    TEST(references);
+    TEST(sampled_queries);
     return TEST_DONE();
 }

@@ -35,6 +35,40 @@ static void random_bytes(void)
         }
 }
 
+/* The ladder coding; what is drawn also opens as a stranger's bytes. */
+static void random_ladders(void)
+{
+    const uint32_t dims[][2] = {{64, 64},   {80, 80},   {96, 96}, {112, 112}, {128, 128},
+                                {192, 128}, {256, 256}, {2, 6},   {10, 2}};
+    const uint64_t lengths[] = {1, 15, 16, 17, 33, 64, 65, 1023, 1024, 1025, 2049};
+    unsigned number = 0;
+    for (size_t d = 0; d < sizeof dims / sizeof dims[0]; d++)
+        for (size_t l = 0; l < sizeof lengths / sizeof lengths[0]; l++, number++) {
+            char name[96];
+            snprintf(name, sizeof name, "random ladder %u: dk %u dv %u S %llu", number, dims[d][0], dims[d][1],
+                     (unsigned long long)lengths[l]);
+            spec s = {
+                .name = name, .S = lengths[l], .H = 1 + number % 3, .G = 1, .dk = dims[d][0], .dv = dims[d][1], .W = 1};
+            s.rotary = number % 4 == 3 ? s.dk / 4 * 2 : number % 7 == 6 ? 0 : s.dk;
+            s.style = number % 2 ? AKV_ROPE_INTERLEAVED : AKV_ROPE_HALF_SPLIT;
+            s.magnitude = number % 5 == 4 ? 1.3 : 1;
+            s.gaps = number % 3 == 2;
+            s.first_position = number % 6 == 5 ? 100000 : number % 6 == 4 ? -50 : 0;
+            const uint32_t anchors[] = {20, 1, 2, 300, 5};
+            const double density[] = {0.3, 0, 1, 0.03};
+            uint32_t k = anchors[number % 5];
+            akv_segment *segment = random_ladder_segment(&s, k > s.S ? (uint32_t)s.S : k, density[number % 4], number);
+            check_decode(name, segment);
+            akv_segment *opened = NULL;
+            akv_diag diag = {0};
+            size_t bytes;
+            const void *data = akv_segment_data(segment, &bytes);
+            CHECK_STATUS(akv_segment_open(data, bytes, 1, NULL, &opened, &diag), AKV_OK, &diag);
+            akv_segment_release(opened);
+            akv_segment_release(segment);
+        }
+}
+
 static void dense(void)
 {
     for (int dtype = 0; dtype < 3; dtype++)
@@ -111,6 +145,7 @@ int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
     TEST(random_bytes);
+    TEST(random_ladders);
     TEST(dense);
     TEST(ranges);
     return TEST_DONE();

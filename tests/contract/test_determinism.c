@@ -14,10 +14,13 @@ enum { RUNS = 5, LONG = 1300 };
 enum { RUNS = 14, LONG = 5000 };
 #endif
 
+static akv_profile profile; /* of the cases that run */
+
 static void same_bytes(const spec *s, const akv_experiment *experiment)
 {
     fixture f;
     fixture_make(s, &f);
+    f.config.profile = profile;
     f.config.experiment = experiment;
     akv_diag diag = {0};
     akv_segment *first = NULL;
@@ -64,7 +67,7 @@ static void same_bytes(const spec *s, const akv_experiment *experiment)
     fixture_free(&f);
 }
 
-static void paper(void)
+static void shapes(void)
 {
     same_bytes(&(spec){.name = "small",
                        .S = 333,
@@ -148,6 +151,7 @@ static void ties(void)
               .seed = 5};
     fixture f;
     fixture_make(&s, &f);
+    f.config.profile = profile;
     for (uint64_t h = 0; h < 2; h++)
         for (uint64_t p = 0; p < 400; p++)
             for (uint64_t i = 0; i < 64; i++) {
@@ -173,11 +177,101 @@ static void ties(void)
     fixture_free(&f);
 }
 
+static void default_switches(void)
+{
+    spec s = {.name = "default switches",
+              .S = 600,
+              .H = 2,
+              .G = 2,
+              .dk = 64,
+              .dv = 48,
+              .W = 32,
+              .rotary = 64,
+              .keep = 0.3,
+              .dtype = AKV_F16,
+              .seed = 6};
+    for (int i = 0; i < 4; i++) {
+        akv_experiment e;
+        akv_experiment_init_default(&e);
+        e.uniform_anchors = i == 1;
+        e.slow_angle = i == 2 ? 0.5 : 6;
+        e.pool_tokens = i == 3 ? 0 : 16;
+        same_bytes(&s, &e);
+    }
+}
+
+/* The same answer from every executor and at every repeat, over a segment of the profile. */
+static void outputs(void)
+{
+    spec s = {.name = "outputs",
+              .S = 2300,
+              .H = 3,
+              .G = 4,
+              .dk = 64,
+              .dv = 64,
+              .W = 32,
+              .rotary = 64,
+              .keep = 0.2,
+              .dtype = AKV_F16,
+              .seed = 7};
+    fixture f;
+    fixture_make(&s, &f);
+    f.config.profile = profile;
+    akv_diag diag = {0};
+    akv_segment *segment = NULL;
+    CHECK_STATUS(akv_compress(&f.layer, &f.config, &segment, &diag), AKV_OK, &diag);
+    akv_attend_params p;
+    akv_attend_params_init(&p);
+    p.num_kv_heads = s.H;
+    p.gqa_group = s.G;
+    p.head_dim_k = s.dk;
+    p.head_dim_v = s.dv;
+    p.num_queries = s.W;
+    p.queries = f.layer.queries;
+    p.segments = (const akv_segment *const *)&segment;
+    p.num_segments = 1;
+    p.sm_scale = f.layer.sm_scale;
+    size_t n = (size_t)s.H * s.G * s.W * s.dv, bytes = 0;
+    float *first = must(malloc(n * sizeof *first));
+    p.out = must(malloc(n * sizeof *p.out));
+    p.out_stride_token = s.dv;
+    p.out_stride_head = (int64_t)s.W * s.dv;
+    for (uint32_t run = 0; run < 14 && segment != NULL; run++) {
+        akv_threads *pool = NULL;
+        uint32_t threads = run < 11 ? 1 : run - 10; /* ten repeats, then 1, 2, 3 threads */
+        CHECK_STATUS(akv_threads_create(threads, &pool, &diag), AKV_OK, &diag);
+        p.executor = run < 11 ? NULL : akv_threads_executor(pool);
+        CHECK_STATUS(akv_attend_workspace_bytes(&p, &bytes, &diag), AKV_OK, &diag);
+        void *ws = must(aligned_alloc(64, (bytes + 63) / 64 * 64));
+        memset(ws, (int)(run * 85 % 256), bytes);
+        CHECK_STATUS(akv_attend(&p, ws, bytes, &diag), AKV_OK, &diag);
+        if (run == 0)
+            memcpy(first, p.out, n * sizeof *first);
+        CHECK_MSG(memcmp(first, p.out, n * sizeof *first) == 0, "run %u gives other outputs", run);
+        if (run == 0) /* one byte short is refused */
+            CHECK_STATUS(akv_attend(&p, ws, bytes - 1, &diag), AKV_E_NO_SPACE, &diag);
+        free(ws);
+        akv_threads_destroy(pool);
+    }
+    free(first);
+    free(p.out);
+    akv_segment_release(segment);
+    fixture_free(&f);
+}
+
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
-    TEST(paper);
-    TEST(switches);
-    TEST(ties);
+    for (int i = 0; i < 2; i++) {
+        profile = i == 0 ? AKV_PROFILE_PAPER : AKV_PROFILE_DEFAULT;
+        printf("profile %s\n", i == 0 ? "paper" : "default");
+        TEST(shapes);
+        if (profile == AKV_PROFILE_PAPER)
+            TEST(switches);
+        else
+            TEST(default_switches);
+        TEST(ties);
+        TEST(outputs);
+    }
     return TEST_DONE();
 }

@@ -126,9 +126,6 @@ static void test_options(const char *path)
     options.observation_queries = 0;
     CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_INVALID_ARGUMENT, "observation_queries");
     options.observation_queries = 32;
-    options.sampled_queries = 5000;
-    CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_INVALID_ARGUMENT, "sampled_queries");
-    options.sampled_queries = 64;
     options.tail_cells = 0;
     CHECK_FAILS(akv_llama_open(&options, &host, diag), AKV_E_INVALID_ARGUMENT, "tail_cells");
     options.tail_cells = 64;

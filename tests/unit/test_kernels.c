@@ -277,6 +277,116 @@ static void groups(void)
         }
 }
 
+/* Anchors of 8 bits: exact to f32; centred, turned and dotted within rounding. */
+static void bytes_of_anchors(void)
+{
+    akv_rng rng = {6};
+    for (int d = 0; d < DIMS; d++)
+        for (int part = 0; part < 3; part++)
+            for (int style = 0; style < 2; style++) {
+                uint32_t dim = dims[d], rotary = part == 0 ? 0 : part == 1 ? dim : dim / 4 * 2, planes = rotary / 2;
+                int8_t *a = must(malloc(dim)); /* exact, so that reading beyond shows under a sanitizer */
+                float *mean = must(malloc(dim * sizeof *mean));
+                float cosine[MOST / 2], sine[MOST / 2];
+                double freq[MOST / 2], x[MOST], order[MOST];
+                const float weight = d % 5 == 4 ? 0.0f : -0.37f;
+                for (uint32_t i = 0; i < dim; i++)
+                    a[i] = (int8_t)(i < 3 ? -128 + 127 * (int)i : (int)akv_rng_below(&rng, 256) - 128);
+                fill(mean, dim, &rng);
+                for (uint32_t j = 0; j < planes; j++) {
+                    freq[j] = 6 * random_unit(&rng);
+                    cosine[j] = (float)cos(freq[j]);
+                    sine[j] = (float)sin(freq[j]);
+                }
+                FOR_VARIANTS(k) {
+                    guarded out = guarded_make(dim);
+                    k->row_i8(a, dim, out.data);
+                    unsigned wrong = 0;
+                    for (uint32_t i = 0; i < dim; i++)
+                        wrong += out.data[i] != (float)a[i];
+                    CHECK_MSG(wrong == 0, "%s: %u of %u bytes wrong", k->isa, wrong, dim);
+                    guarded_free(&out, "row_i8");
+                }
+                double largest = 0;
+                for (uint32_t i = 0; i < dim; i++) {
+                    x[i] = (double)weight * a[i] + mean[i];
+                    largest = fmax(largest, fabs((double)weight * a[i]) + fabs(mean[i]));
+                }
+                akv_rope rope = {rotary, (akv_rope_style)style, 1, freq};
+                ref_rope_rotate(&rope, 1, x);
+                memcpy(order, x, sizeof order);
+                for (uint32_t j = 0; j < planes && style == AKV_ROPE_INTERLEAVED; j++) {
+                    order[j] = x[2 * j];
+                    order[j + planes] = x[2 * j + 1];
+                }
+                guarded q = guarded_make((size_t)ROWS * dim);
+                fill(q.data, (size_t)ROWS * dim, &rng);
+                for (uint32_t rows = 1; rows <= ROWS; rows += 2)
+                    FOR_VARIANTS(k) {
+                        guarded out = guarded_make((size_t)ROWS * 3);
+                        k->centred_logits(a, weight, mean, dim, rotary, (akv_rope_style)style, cosine, sine, q.data, rows,
+                                          out.data, 3);
+                        for (uint32_t r = 0; r < rows; r++) {
+                            double sum = 0, size = 0;
+                            for (uint32_t i = 0; i < dim; i++) {
+                                sum += q.data[r * dim + i] * order[i];
+                                size += fabs(q.data[r * dim + i]) * largest; /* of the parts, which may cancel */
+                            }
+                            CHECK_NEAR(out.data[3 * r], sum, ref_gamma(dim) * size, "%s: centred logit, dim %u", k->isa, dim);
+                        }
+                        for (size_t i = 0; i < (size_t)ROWS * 3; i++)
+                            if (i % 3 != 0 || i / 3 >= rows)
+                                CHECK_MSG(out.data[i] == 777, "centred_logits wrote between its results");
+                        SAME(first, out.data, (size_t)ROWS * 3, "centred_logits");
+                        guarded_free(&out, "centred_logits");
+                    }
+                guarded_free(&q, "centred_logits");
+                free(a);
+                free(mean);
+            }
+}
+
+/* Groups of mixed widths, from exactly their bytes. */
+static void level_groups(void)
+{
+    akv_rng rng = {7};
+    for (int d = 0; d < DIMS; d++)
+        for (uint32_t g = 1; g <= AKV_GROUP_LANES; g++)
+            for (int mix = 0; mix < 4; mix++) {
+                static const uint8_t some[3] = {1, 2, 4};
+                uint32_t count = dims[d], bits = 0, lanes = AKV_GROUP_LANES;
+                uint8_t widths[MOST];
+                for (uint32_t i = 0; i < count; i++)
+                    bits += widths[i] = some[mix < 3 ? (uint32_t)mix : (uint32_t)akv_rng_below(&rng, 3)];
+                size_t bytes = ((size_t)g * bits + 7) / 8;
+                uint8_t *codes = must(malloc(bytes));
+                for (size_t i = 0; i < bytes; i++)
+                    codes[i] = (uint8_t)akv_rng_next(&rng);
+                FOR_VARIANTS(k) {
+                    guarded out = guarded_make((size_t)count * lanes);
+                    k->unpack_level(codes, g, widths, count, out.data);
+                    unsigned wrong = 0;
+                    size_t bit = 0;
+                    for (uint32_t i = 0; i < count; i++)
+                        for (uint32_t r = 0; r < lanes; r++) {
+                            uint32_t number = 0;
+                            for (uint32_t b = 0; r < g && b < widths[i]; b++, bit++)
+                                number |= (uint32_t)(codes[bit / 8] >> (bit % 8) & 1) << b;
+                            wrong += out.data[i * lanes + r] != (r < g ? (float)ref_ladder_value(number, widths[i]) : 0);
+                        }
+                    CHECK_MSG(wrong == 0, "%s: %u levels of a group of %u x %u wrong", k->isa, wrong, g, count);
+                    SAME(first, out.data, (size_t)count * lanes, "unpack_level");
+                    guarded_free(&out, "unpack_level");
+                }
+                free(codes);
+            }
+    FOR_VARIANTS(k) { /* a level without any coordinate */
+        float out = 777;
+        k->unpack_level(NULL, 16, NULL, 0, &out);
+        CHECK(out == 777);
+    }
+}
+
 static void softmax(void)
 {
     akv_rng rng = {4};
@@ -383,6 +493,8 @@ int main(int argc, char **argv)
     TEST(dots);
     TEST(turns);
     TEST(groups);
+    TEST(bytes_of_anchors);
+    TEST(level_groups);
     TEST(softmax);
     TEST(small_ones);
     return TEST_DONE();

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structs and functions of include/anchorkv/{anchorkv,akv_experimental}.h for ctypes.
+
+Field order and types are those of the headers; test_ffi.py asks a C compiler for sizes and offsets and compares.
+ctypes releases the interpreter lock during every call, so layers can be compressed on several Python threads.
+"""
+
+import ctypes as C
+import os
+import sys
+
+F32, F16, BF16 = 0, 1, 2
+ROPE_STYLES = {"half_split": 0, "interleaved": 1}
+PROFILES = {"paper": 1, "default": 2}
+SEGMENT_KINDS = {0: "dense", 1: "compressed"}
+DENSE_REASONS = {0: None, 1: "requested", 2: "fits", 3: "within window", 4: "evicted"}
+RANKS = {"utility": 0, "cosine": 1, "norm": 2, "attention": 3, "random": 4}
+SCALE_RULES = {"absmax": 0, "least_squares": 1}
+CODE_RULES = {"rotated_lloyd_max": 0, "plain_uniform": 1}
+ANCHOR_SPACES = {"pre_rope": 0, "post_rope": 1}
+
+
+class Diag(C.Structure):
+    _fields_ = [("status", C.c_int), ("message", C.c_char * 508)]
+
+
+class Tensor(C.Structure):
+    _fields_ = [
+        ("data", C.c_void_p),
+        ("dtype", C.c_int),
+        ("stride_head", C.c_int64),
+        ("stride_token", C.c_int64),
+        ("stride_dim", C.c_int64),
+    ]
+
+
+class Rope(C.Structure):
+    _fields_ = [
+        ("rotary_dim", C.c_uint32),
+        ("style", C.c_int),
+        ("magnitude", C.c_double),
+        ("inv_freq", C.POINTER(C.c_double)),
+    ]
+
+
+class Experiment(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("rank", C.c_int),
+        ("scale_rule", C.c_int),
+        ("code_rule", C.c_int),
+        ("anchor_space", C.c_int),
+        ("no_random_anchors", C.c_int),
+        ("equal_head_budgets", C.c_int),
+        ("anchors_only", C.c_int),
+        ("rho", C.c_double),
+        ("pool_width", C.c_uint32),
+        ("tokens_per_anchor", C.c_uint32),
+        ("sinks", C.c_uint32),
+        ("pool_tokens", C.c_uint32),
+        ("incoherent", C.c_double),
+        ("floor", C.c_double),
+        ("value_boost", C.c_double),
+        ("query_mix", C.c_double),
+        ("slow_angle", C.c_double),
+        ("basis_cols", C.c_uint32),
+        ("num_levels", C.c_uint32),
+        ("level_bits", C.c_uint16 * 16),
+        ("uniform_anchors", C.c_int),
+    ]
+
+
+class Config(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("profile", C.c_int),
+        ("keep_ratio", C.c_double),
+        ("budget_bytes", C.c_uint64),
+        ("seed", C.c_uint64),
+        ("allocator", C.c_void_p),
+        ("executor", C.c_void_p),
+        ("experiment", C.POINTER(Experiment)),
+    ]
+
+
+class Shape(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("num_tokens", C.c_uint64),
+        ("num_kv_heads", C.c_uint32),
+        ("gqa_group", C.c_uint32),
+        ("head_dim_k", C.c_uint32),
+        ("head_dim_v", C.c_uint32),
+        ("rotary_dim", C.c_uint32),
+        ("num_queries", C.c_uint32),
+        ("has_positions", C.c_uint32),
+        ("dtype", C.c_int),
+    ]
+
+
+class Bytes(C.Structure):
+    _fields_ = [
+        (name, C.c_uint64)
+        for name in (
+            "total",
+            "object",
+            "header",
+            "anchors",
+            "positions",
+            "index",
+            "coefficients",
+            "level_maps",
+            "residuals",
+            "model",
+            "dense",
+        )
+    ]
+
+
+class Layer(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("shape", Shape),
+        ("layer_index", C.c_int32),
+        ("keys", Tensor),
+        ("values", Tensor),
+        ("queries", Tensor),
+        ("sampled", Tensor),
+        ("num_sampled", C.c_uint32),
+        ("sampled_positions", C.POINTER(C.c_int32)),
+        ("positions", C.POINTER(C.c_int32)),
+        ("first_position", C.c_int32),
+        ("rope", Rope),
+        ("sm_scale", C.c_double),
+        ("logit_softcap", C.c_double),
+    ]
+
+
+class SegmentInfo(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("kind", C.c_int),
+        ("dense_reason", C.c_int),
+        ("profile", C.c_uint32),
+        ("shape", Shape),
+        ("first_position", C.c_int32),
+        ("last_position", C.c_int32),
+        ("dense_bytes", C.c_uint64),
+        ("budget_bytes", C.c_uint64),
+        ("bytes", Bytes),
+        ("num_anchors", C.c_uint32),
+        ("residuals_k", C.c_uint64),
+        ("residuals_v", C.c_uint64),
+        ("sm_scale", C.c_double),
+        ("logit_softcap", C.c_double),
+        ("seed", C.c_uint64),
+        ("dense_dtype", C.c_int),
+    ]
+
+
+def library_path():
+    """AKV_LIBRARY when set, else the library beside this package."""
+    given = os.environ.get("AKV_LIBRARY")
+    if given:
+        return given
+    name = "libanchorkv.dylib" if sys.platform == "darwin" else "libanchorkv.so"
+    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+
+
+def load():
+    path = library_path()
+    try:
+        lib = C.CDLL(path)
+    except OSError as error:
+        raise ImportError(
+            f"cannot load the AnchorKV library {path!r} ({error}); build the target anchorkv_shared and "
+            "set AKV_LIBRARY to the file, or put it beside the package"
+        ) from error
+    diag, segment = C.POINTER(Diag), C.c_void_p
+    for name, result, arguments in (
+        ("akv_version", C.c_char_p, []),
+        ("akv_status_str", C.c_char_p, [C.c_int]),
+        ("akv_config_init", None, [C.POINTER(Config)]),
+        ("akv_layer_init", None, [C.POINTER(Layer)]),
+        ("akv_experiment_init", None, [C.POINTER(Experiment)]),
+        ("akv_experiment_init_default", None, [C.POINTER(Experiment)]),
+        ("akv_segment_info_init", None, [C.POINTER(SegmentInfo)]),
+        ("akv_compress", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
+        ("akv_segment_create_dense", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
+        ("akv_evict_snapkv", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
+        ("akv_segment_release", None, [segment]),
+        ("akv_segment_get_info", C.c_int, [segment, C.POINTER(SegmentInfo), diag]),
+        ("akv_segment_data", C.c_void_p, [segment, C.POINTER(C.c_size_t)]),
+        ("akv_segment_decode", C.c_int, [segment, C.c_uint32, C.c_uint64, C.c_uint64, C.c_void_p, C.c_void_p, diag]),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib

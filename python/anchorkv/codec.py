@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compress and decode one layer's keys and values with the C library; arrays in, arrays out."""
+
+import concurrent.futures
+import ctypes as C
+
+import numpy as np
+
+from . import _ffi
+
+_lib = _ffi.load()
+
+
+class AkvError(RuntimeError):
+    """A call of the library failed; `status` is the akv_status, `name` its text."""
+
+    def __init__(self, status, message):
+        self.status = status
+        self.name = _lib.akv_status_str(status).decode()
+        super().__init__(f"{self.name}: {message}" if message else self.name)
+
+
+def version():
+    return _lib.akv_version().decode()
+
+
+def _check(status, diag):
+    if status != 0:
+        raise AkvError(status, diag.message.decode(errors="replace"))
+
+
+def _array(x, name):
+    """numpy view of [heads, tokens, dim] with its akv_dtype; torch tensors are taken without importing torch here."""
+    if not isinstance(x, np.ndarray) and type(x).__module__.split(".")[0] == "torch":
+        import torch
+
+        x = x.detach().cpu()
+        x = x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+    if not isinstance(x, np.ndarray) or x.ndim != 3:
+        raise TypeError(f"{name} must be a numpy array or torch tensor of shape [heads, tokens, dim]")
+    dtypes = {np.dtype(np.float32): _ffi.F32, np.dtype(np.float16): _ffi.F16, np.dtype(np.uint16): _ffi.BF16}
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}; float32, float16, or uint16 holding bfloat16 bits are read")
+    if any(s % x.itemsize for s in x.strides):
+        x = np.ascontiguousarray(x)
+    return x, dtypes[x.dtype]
+
+
+def _tensor(x, dtype):
+    sh, st, sd = (s // x.itemsize for s in x.strides)
+    return _ffi.Tensor(x.ctypes.data, dtype, sh, st, sd)
+
+
+def inv_freq(rope_theta, rotary_dim):
+    """Radians per position of each plane, unscaled rotary embedding."""
+    return rope_theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+
+
+def experiment(profile="default", **overrides):
+    """akv_experiment of a profile with fields replaced; enumerations by name, level_bits as a list."""
+    x = _ffi.Experiment()
+    (_lib.akv_experiment_init_default if profile == "default" else _lib.akv_experiment_init)(C.byref(x))
+    names = {name for name, _ in _ffi.Experiment._fields_} - {"struct_size", "num_levels"}
+    enums = {
+        "rank": _ffi.RANKS,
+        "scale_rule": _ffi.SCALE_RULES,
+        "code_rule": _ffi.CODE_RULES,
+        "anchor_space": _ffi.ANCHOR_SPACES,
+    }
+    for name, value in overrides.items():
+        if name not in names:
+            raise TypeError(f"akv_experiment has no field {name!r}; it has {', '.join(sorted(names))}")
+        if name == "level_bits":
+            if not 1 <= len(value) <= 15:
+                raise ValueError("level_bits takes 1 to 15 values")
+            x.num_levels = len(value)
+            x.level_bits[:] = list(value) + [0] * (16 - len(value))
+        else:
+            setattr(x, name, enums[name][value] if name in enums and isinstance(value, str) else value)
+    return x
+
+
+class Segment:
+    """A compressed (or dense, or evicted) stretch of one layer."""
+
+    def __init__(self, handle):
+        self._handle = handle
+
+    def close(self):
+        if self._handle:
+            _lib.akv_segment_release(self._handle)
+            self._handle = None
+
+    def __del__(self):
+        self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _info(self):
+        if not self._handle:
+            raise ValueError("the segment is closed")
+        info, diag = _ffi.SegmentInfo(), _ffi.Diag()
+        _lib.akv_segment_info_init(C.byref(info))
+        _check(_lib.akv_segment_get_info(self._handle, C.byref(info), C.byref(diag)), diag)
+        return info
+
+    def info(self):
+        """Dictionary: kind, shape, counts and `bytes` by kind (their sum, without the total itself, is the total)."""
+        i = self._info()
+        return {
+            "kind": _ffi.SEGMENT_KINDS[i.kind],
+            "dense_reason": _ffi.DENSE_REASONS[i.dense_reason],
+            "profile": {v: k for k, v in _ffi.PROFILES.items()}.get(i.profile),
+            "num_tokens": i.shape.num_tokens,
+            "num_kv_heads": i.shape.num_kv_heads,
+            "head_dim_k": i.shape.head_dim_k,
+            "head_dim_v": i.shape.head_dim_v,
+            "dense_bytes": i.dense_bytes,
+            "budget_bytes": i.budget_bytes,
+            "num_anchors": i.num_anchors,
+            "residuals_k": i.residuals_k,
+            "residuals_v": i.residuals_v,
+            "bytes": {name: getattr(i.bytes, name) for name, _ in _ffi.Bytes._fields_},
+        }
+
+    def data(self):
+        """The canonical bytes (docs/format.md), copied."""
+        self._info()
+        size = C.c_size_t()
+        pointer = _lib.akv_segment_data(self._handle, C.byref(size))
+        return C.string_at(pointer, size.value)
+
+    def decode(self, keys=None, values=None):
+        """Keys and values as float32 [heads, tokens, dim]; written into the arrays given, which must be contiguous."""
+        s = self._info().shape
+        out = []
+        for x, dim, name in ((keys, s.head_dim_k, "keys"), (values, s.head_dim_v, "values")):
+            shape = (s.num_kv_heads, s.num_tokens, dim)
+            if x is None:
+                x = np.empty(shape, np.float32)
+            if x.shape != shape or x.dtype != np.float32 or not x.flags.c_contiguous or not x.flags.writeable:
+                raise ValueError(f"{name} must be a writable contiguous float32 array of shape {shape}")
+            out.append(x)
+        diag = _ffi.Diag()
+        for h in range(s.num_kv_heads):
+            _check(
+                _lib.akv_segment_decode(
+                    self._handle, h, 0, s.num_tokens, out[0][h].ctypes.data, out[1][h].ctypes.data, C.byref(diag)
+                ),
+                diag,
+            )
+        return out[0], out[1]
+
+
+def compress(
+    keys,
+    values,
+    queries,
+    *,
+    keep_ratio=None,
+    budget_bytes=0,
+    profile="default",
+    overrides=None,
+    method="anchorkv",
+    sampled=None,
+    sampled_positions=None,
+    positions=None,
+    first_position=0,
+    rope_inv_freq=None,
+    rope_dim=None,
+    rope_style="half_split",
+    rope_magnitude=1.0,
+    sm_scale=None,
+    logit_softcap=0.0,
+    layer_index=0,
+    seed=0,
+):
+    """One layer -> Segment.
+
+    keys, values   [H, S, d] as cached: keys after the rotary embedding (float32, float16, uint16 = bfloat16, or torch)
+    queries        [H*G, W, d] post-RoPE queries of the last W tokens
+    sampled        [H*G, M, d] post-RoPE queries of earlier tokens asked at sampled_positions, optional
+    rope_inv_freq  radians per position of each plane; None: keys carry no rotation
+    method         "anchorkv", "snapkv" (eviction at equal bytes) or "dense"
+    overrides      fields of akv_experiment by name; they start from the profile's own values
+    """
+    arrays = {"keys": _array(keys, "keys"), "values": _array(values, "values"), "queries": _array(queries, "queries")}
+    k, v, q = (arrays[n][0] for n in ("keys", "values", "queries"))
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(f"keys {k.shape} and values {v.shape} must agree in heads and tokens")
+    if q.shape[0] == 0 or q.shape[0] % k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"queries {q.shape} must have a multiple of {k.shape[0]} heads and dim {k.shape[2]}")
+    layer, config, diag, handle = _ffi.Layer(), _ffi.Config(), _ffi.Diag(), C.c_void_p()
+    _lib.akv_layer_init(C.byref(layer))
+    _lib.akv_config_init(C.byref(config))
+    s = layer.shape
+    s.num_kv_heads, s.num_tokens, s.head_dim_k = k.shape
+    s.head_dim_v, s.gqa_group, s.num_queries = v.shape[2], q.shape[0] // k.shape[0], q.shape[1]
+    layer.keys, layer.values, layer.queries = (_tensor(*arrays[n]) for n in ("keys", "values", "queries"))
+    keep = []  # what the structs point to must outlive the call
+    if sampled is not None and len(sampled_positions) > 0:
+        m, dtype = _array(sampled, "sampled")
+        at = np.ascontiguousarray(sampled_positions, np.int32)
+        if m.shape != (q.shape[0], len(at), k.shape[2]):
+            raise ValueError(f"sampled {m.shape} must be [{q.shape[0]}, {len(at)}, {k.shape[2]}]")
+        layer.sampled, layer.num_sampled = _tensor(m, dtype), len(at)
+        layer.sampled_positions = at.ctypes.data_as(C.POINTER(C.c_int32))
+        keep += [m, at]
+    if positions is not None:
+        p = np.ascontiguousarray(positions, np.int32)
+        if p.shape != (k.shape[1],):
+            raise ValueError(f"positions {p.shape} must be [{k.shape[1]}]")
+        layer.positions = p.ctypes.data_as(C.POINTER(C.c_int32))
+        keep.append(p)
+    layer.first_position, layer.layer_index = first_position, layer_index
+    if rope_inv_freq is not None:
+        f = np.ascontiguousarray(rope_inv_freq, np.float64)
+        s.rotary_dim = layer.rope.rotary_dim = rope_dim or 2 * len(f)
+        if 2 * len(f) != s.rotary_dim:
+            raise ValueError(f"rope_inv_freq has {len(f)} planes, rotary_dim {s.rotary_dim} needs {s.rotary_dim // 2}")
+        layer.rope.style, layer.rope.magnitude = _ffi.ROPE_STYLES[rope_style], rope_magnitude
+        layer.rope.inv_freq = f.ctypes.data_as(C.POINTER(C.c_double))
+        keep.append(f)
+    else:
+        s.rotary_dim = layer.rope.rotary_dim = 0
+    layer.sm_scale = k.shape[2] ** -0.5 if sm_scale is None else sm_scale
+    layer.logit_softcap = logit_softcap
+    config.profile, config.seed, config.budget_bytes = _ffi.PROFILES[profile], seed, budget_bytes
+    if keep_ratio is not None:
+        config.keep_ratio = keep_ratio
+    if overrides:
+        x = experiment(profile, **overrides)
+        config.experiment = C.pointer(x)
+        keep.append(x)
+    call = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}[
+        method
+    ]
+    _check(call(C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
+    del keep
+    return Segment(handle.value)
+
+
+def map_layers(function, layers, threads):
+    """[function(i, layer)] over layers on a thread pool, in order; the first failure is raised."""
+    if threads <= 1:
+        return [function(i, layer) for i, layer in enumerate(layers)]
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, range(len(layers)), layers))
