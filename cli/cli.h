@@ -208,6 +208,8 @@ typedef struct cli_report {
 void cli_report_sum(cli_report *report);
 void cli_report_print(const cli_report *report); /* on standard error */
 int cli_report_json(const cli_report *report, const char *path);
+/* The same sum for programs: "total" and one number per kind. */
+struct cJSON *cli_bytes_json(const akv_bytes *bytes);
 /* One line per kind, e.g. for info and plan: "  anchors  1.2 MiB  12.3 %". */
 void cli_print_bytes_by_kind(void *stream, const akv_bytes *bytes);
 

@@ -99,7 +99,9 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
            (unsigned long long)(info->dense_bytes * layers));
     printf("compressed   %s (%llu bytes) of a budget of %s: %.2fx smaller\n", cli_bytes(info->bytes.total * layers),
            (unsigned long long)(info->bytes.total * layers), cli_bytes(info->budget_bytes * layers), ratio);
-    if (info->kind == AKV_SEGMENT_COMPRESSED)
+    if (info->kind == AKV_SEGMENT_COMPRESSED && o->profile == AKV_PROFILE_DEFAULT)
+        printf("per layer    %u anchors a head; which token gets how many bits depends on the data\n", info->num_anchors);
+    else if (info->kind == AKV_SEGMENT_COMPRESSED)
         printf("per layer    %u anchors a head, %llu key and %llu value residuals for %llu tokens x heads\n",
                info->num_anchors, (unsigned long long)info->residuals_k, (unsigned long long)info->residuals_v,
                (unsigned long long)(shape->num_tokens * shape->num_kv_heads));
@@ -111,11 +113,12 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
     return fflush(stdout) == 0 ? CLI_OK : cli_fail(CLI_IO, "cannot write to standard output");
 }
 
-static int write_json(const char *path, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
+static int write_json(const char *path, akv_profile profile, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
 {
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "version", akv_version());
     cJSON_AddStringToObject(root, "command", "plan");
+    cJSON_AddStringToObject(root, "profile", cli_profile_name(profile));
     cJSON_AddNumberToObject(root, "tokens", (double)shape->num_tokens);
     cJSON_AddNumberToObject(root, "num_layers", layers);
     cJSON_AddStringToObject(root, "kind", info->kind == AKV_SEGMENT_COMPRESSED ? "compressed" : "dense");
@@ -124,8 +127,11 @@ static int write_json(const char *path, const akv_shape *shape, uint32_t layers,
     cJSON_AddNumberToObject(root, "budget_bytes", (double)(info->budget_bytes * layers));
     cJSON_AddNumberToObject(root, "ratio", (double)info->dense_bytes / (double)info->bytes.total);
     cJSON_AddNumberToObject(root, "num_anchors", info->num_anchors);
-    cJSON_AddNumberToObject(root, "residuals_k", (double)info->residuals_k);
-    cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
+    if (profile == AKV_PROFILE_PAPER) { /* otherwise their number depends on the data */
+        cJSON_AddNumberToObject(root, "residuals_k", (double)info->residuals_k);
+        cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
+    }
+    cJSON_AddItemToObject(root, "bytes_per_layer", cli_bytes_json(&info->bytes));
     cJSON_AddNumberToObject(root, "min_bytes", (double)(info->min_bytes * layers));
     cJSON_AddNumberToObject(root, "min_keep_ratio", info->min_keep_ratio);
     char *text = cJSON_Print(root);
@@ -190,7 +196,7 @@ static int run(int argc, char **argv)
     akv_status status = akv_plan(&shape, &config, &info, &diag);
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);
-    code = o.json != NULL ? write_json(o.json, &shape, layers, &info) : CLI_OK;
+    code = o.json != NULL ? write_json(o.json, o.profile, &shape, layers, &info) : CLI_OK;
     if (code == CLI_OK && (o.json == NULL || strcmp(o.json, "-") != 0))
         code = print_plan(&o, &shape, layers, &info);
     return code;
@@ -215,7 +221,7 @@ const cli_command cli_cmd_plan = {
     "      --keep R         keep ratio: bytes to keep / dense bytes (0.1)\n"
     "      --ratio X        the same the other way round: X times smaller\n"
     "      --budget BYTES   the same in bytes, all layers together; K, M, G are powers of 1024\n"
-    "      --profile NAME   default or paper\n"
+    "      --profile NAME   default; paper: the method exactly as published\n"
     "      --json FILE      write the figures as JSON (\"-\": to standard output, instead of the text)\n"
     "  -h, --help           this text\n"
     "\n"

@@ -22,8 +22,10 @@ static int verify_file(const char *path, bool quiet)
         akv_document_parts parts;
         akv_document_parts_init(&parts);
         akv_document_get_parts(document, &parts, NULL);
-        if (printf("%s: ok, %llu tokens, %u segments, %zu bytes\n", path, (unsigned long long)parts.num_tokens,
-                   parts.num_segments, mapping.bytes) < 0 ||
+        const char *profile = akv_document_property_value(document, "profile", 0);
+        if (printf("%s: ok, %llu tokens, %u segments%s%s, %zu bytes\n", path, (unsigned long long)parts.num_tokens,
+                   parts.num_segments, profile != NULL ? ", profile " : "",
+                   profile != NULL ? cli_printable(profile) : "", mapping.bytes) < 0 ||
             fflush(stdout) != 0)
             code = cli_fail(CLI_IO, "cannot write to standard output");
     }

@@ -208,9 +208,12 @@ bool cli_parse_method(const char *text, cli_method *out)
 
 bool cli_parse_profile(const char *text, akv_profile *out)
 {
-    if (strcmp(text, "default") == 0 || strcmp(text, "paper") == 0) {
-        *out = text[0] == 'd' ? AKV_PROFILE_DEFAULT : AKV_PROFILE_PAPER;
-        return true;
+    static const akv_profile profiles[] = {AKV_PROFILE_DEFAULT, AKV_PROFILE_PAPER};
+    for (size_t i = 0; i < sizeof profiles / sizeof profiles[0]; i++) {
+        if (strcmp(text, cli_profile_name(profiles[i])) == 0) {
+            *out = profiles[i];
+            return true;
+        }
     }
     cli_fail(CLI_USAGE, "--profile: \"%s\" is unknown; there are default and paper", text);
     return false;
@@ -222,8 +225,8 @@ const char *cli_profile_name(uint32_t profile)
     case 0: return "none";
     case AKV_PROFILE_PAPER: return "paper";
     case AKV_PROFILE_DEFAULT: return "default";
+    default: return "unknown";
     }
-    return "unknown";
 }
 
 void cli_size_goal_init(cli_size_goal *goal)

@@ -20,7 +20,7 @@ static const kind kinds[] = {
     {"index", "anchor indices", offsetof(akv_bytes, index)},
     {"level_maps", "level maps", offsetof(akv_bytes, level_maps)},
     {"residuals", "residuals", offsetof(akv_bytes, residuals)},
-    {"model", "bases and means", offsetof(akv_bytes, model)},
+    {"model", "means, bases, tables", offsetof(akv_bytes, model)},
     {"positions", "positions", offsetof(akv_bytes, positions)},
     {"header", "headers, padding", offsetof(akv_bytes, header)},
     {"object", "objects in memory", offsetof(akv_bytes, object)},
@@ -81,7 +81,7 @@ void cli_print_bytes_by_kind(void *stream, const akv_bytes *bytes)
     for (size_t i = 0; i < NUM_KINDS; i++) {
         uint64_t value = kind_bytes(bytes, i);
         if (value != 0)
-            fprintf(stream, "  %-18s %12s  %5.1f %%\n", kinds[i].text, cli_bytes(value),
+            fprintf(stream, "  %-20s %12s  %5.1f %%\n", kinds[i].text, cli_bytes(value),
                     100.0 * (double)value / (double)bytes->total);
     }
 }
@@ -158,7 +158,7 @@ static void put_u64(cJSON *object, const char *key, uint64_t value)
     cJSON_AddNumberToObject(object, key, (double)value);
 }
 
-static cJSON *bytes_json(const akv_bytes *bytes)
+cJSON *cli_bytes_json(const akv_bytes *bytes)
 {
     cJSON *object = cJSON_CreateObject();
     put_u64(object, "total", bytes->total);
@@ -186,6 +186,8 @@ static cJSON *layer_json(const cli_report *r, uint32_t index)
     cJSON_AddStringToObject(object, "kind", s->kind == AKV_SEGMENT_DENSE ? "dense" : "compressed");
     if (s->kind == AKV_SEGMENT_DENSE)
         cJSON_AddStringToObject(object, "dense_reason", dense_reason(s->dense_reason));
+    else
+        cJSON_AddStringToObject(object, "profile", cli_profile_name(s->profile));
     put_u64(object, "tokens", s->shape.num_tokens);
     cJSON_AddNumberToObject(object, "num_kv_heads", s->shape.num_kv_heads);
     cJSON_AddNumberToObject(object, "gqa_group", s->shape.gqa_group);
@@ -196,7 +198,7 @@ static cJSON *layer_json(const cli_report *r, uint32_t index)
     put_u64(object, "residuals_v", s->residuals_v);
     put_u64(object, "dense_bytes", layer_dense_bytes(r, layer));
     put_u64(object, "budget_bytes", s->budget_bytes);
-    cJSON_AddItemToObject(object, "bytes", bytes_json(&s->bytes));
+    cJSON_AddItemToObject(object, "bytes", cli_bytes_json(&s->bytes));
     cJSON_AddNumberToObject(object, "seconds", layer->seconds);
     return object;
 }
@@ -258,7 +260,7 @@ static cJSON *report_json(const cli_report *r)
     put_u64(root, "budget_bytes", r->budget_bytes != 0 ? r->budget_bytes : r->dense_bytes);
     put_u64(root, "native_bytes", r->native_bytes);
     put_u64(root, "file_bytes", r->file_bytes);
-    cJSON_AddItemToObject(root, "bytes", bytes_json(&r->bytes));
+    cJSON_AddItemToObject(root, "bytes", cli_bytes_json(&r->bytes));
     put_u64(root, "rss_before", r->rss_before);
     put_u64(root, "rss_after", r->rss_after);
     put_u64(root, "rss_end", r->rss_end);

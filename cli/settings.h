@@ -20,7 +20,7 @@ enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_RAW, OPT_SYSTEM, OPT_JSON };
     "      --keep R         keep ratio: bytes to keep / dense bytes (0.1)\n"                                           \
     "      --ratio X        the same the other way round: X times smaller\n"                                           \
     "      --budget BYTES   the same in bytes, all layers together; K, M, G are powers of 1024\n"                      \
-    "      --profile NAME   default or paper\n"                                                                        \
+    "      --profile NAME   default; paper: the method exactly as published\n"                                         \
     "      --method NAME    akv; for comparison: snapkv (eviction at the same bytes), exact (every token kept,\n"      \
     "                       through the same path), dense (the engine's own cache; not for pack)\n"                    \
     "      --seed S         of the random anchors, and of --temp (0)\n"                                                \

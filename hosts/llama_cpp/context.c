@@ -36,15 +36,15 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
     }
     const int layer = akvl_node_layer(hook->graph, node);
     const bool wanted =
-        layer >= 0 && (hook->mode == AKVL_CAPTURE ? hook->host->is_hosted[layer] && !hook->taken[layer]
-                                                  : hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED);
+        layer >= 0 && (hook->mode == AKVL_REPLACE ? hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED
+                                                  : hook->host->is_hosted[layer] && !hook->taken[layer]);
     if (ask)
         return wanted;
     if (wanted && hook->failure.status == AKV_OK) {
-        if (hook->mode == AKVL_CAPTURE)
-            akvl_capture(hook, layer, node);
-        else
+        if (hook->mode == AKVL_REPLACE)
             akvl_replace(hook, layer, node);
+        else
+            akvl_capture(hook, layer, node);
     }
     return true;
 }
@@ -109,6 +109,8 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     }
     hook->failure.status = AKV_OK;
     hook->cancelled = false;
+    hook->batch_first = position;
+    hook->batch_count = (uint32_t)num_tokens;
     akvl_forget_errors();
     const int32_t code = llama_decode(context, *batch);
     if (hook->failure.status != AKV_OK)

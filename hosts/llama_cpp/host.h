@@ -93,9 +93,14 @@ struct akv_llama_store {
 typedef enum akvl_mode {
     AKVL_IDLE = 0,    /* libllama runs on its own */
     AKVL_LEARN = 1,   /* look at every node, break nowhere */
-    AKVL_CAPTURE = 2, /* break after attention of hosted layers and take the last queries */
-    AKVL_REPLACE = 3  /* break after attention of hosted layers and overwrite its output */
+    AKVL_SAMPLE = 2,  /* break after attention of hosted layers and take the sampled queries of this batch */
+    AKVL_CAPTURE = 3, /* the same, and the last queries too */
+    AKVL_REPLACE = 4  /* break after attention of hosted layers and overwrite its output */
 } akvl_mode;
+
+/* Queries sampled from the whole document, per layer: they tell the codec where later questions look. Fewer when the
+ * document is shorter. */
+enum { AKVL_SAMPLED_QUERIES = 64 };
 
 /* Handed to libllama when a context is made; what it does is switched by mode. */
 typedef struct akvl_hook {
@@ -103,8 +108,14 @@ typedef struct akvl_hook {
     akvl_mode mode;
     akvl_graph *graph; /* LEARN: filled */
     akv_diag failure;  /* the first error inside the callback; status 0 = none */
+    int32_t batch_first;  /* position of the first token of the running batch */
+    uint32_t batch_count; /* its tokens */
+    /* SAMPLE, CAPTURE */
+    bool *taken;          /* [num_layers] in this batch */
+    float **sampled;      /* [num_layers] -> [H*G, M, d_k] or NULL */
+    int32_t *sampled_positions; /* [M] ascending, spread evenly over the document */
+    uint32_t num_sampled; /* M; 0 = none */
     /* CAPTURE */
-    bool *taken;          /* [num_layers] */
     float **queries;      /* [num_layers] -> [H*G, W, d_k] or NULL */
     uint32_t num_queries; /* W rows wanted */
     uint64_t visible;     /* cells the last token must see: the whole document */
@@ -200,7 +211,7 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
 akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row,
                             akv_diag *diag);
 bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
-/* The two modes that break: called with computed nodes. */
+/* The modes that break: called with computed nodes. */
 void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
 void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
 

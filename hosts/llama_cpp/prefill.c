@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * prefill.c - context A: read the document densely, take the last queries, compress the cache where it lies, free it.
+ * prefill.c - context A: read the document densely, take the last queries and some sampled on the way, compress the
+ * cache where it lies, free it.
  */
 #include "host.h"
 
@@ -14,9 +15,15 @@ void akvl_drop_dense(akv_llama *host)
         llama_free(host->dense);
     host->dense = NULL;
     akvl_hook *hook = &host->dense_hook;
-    for (uint32_t i = 0; hook->queries && i < host->num_layers; i++)
-        free(hook->queries[i]);
+    for (uint32_t i = 0; i < host->num_layers; i++) {
+        if (hook->queries)
+            free(hook->queries[i]);
+        if (hook->sampled)
+            free(hook->sampled[i]);
+    }
     free(hook->queries);
+    free(hook->sampled);
+    free(hook->sampled_positions);
     free(hook->taken);
     memset(hook, 0, sizeof *hook);
     akvl_graph_free(host->dense_graph);
@@ -31,7 +38,7 @@ void akvl_drop_dense(akv_llama *host)
         host->logits_rows = 0;
 }
 
-/* ----------------------------------------------------------------------------------------- observation queries */
+/* ----------------------------------------------------------------------------------------- queries for the codec */
 
 /* Half-precision zero of either sign. */
 static bool is_visible(uint16_t half)
@@ -39,15 +46,18 @@ static bool is_visible(uint16_t half)
     return (half & 0x7fffu) == 0;
 }
 
-void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
+/* Row `from` of the query node, all heads -> row `to` of out [heads, rows, dim]. */
+static void take_row(const struct ggml_tensor *q, size_t from, float *out, size_t rows, size_t to)
 {
-    const struct ggml_tensor *q = node->src[0], *mask = node->src[3];
-    const akvl_layer *layer = &hook->graph->layers[number];
-    const size_t heads = (size_t)layer->num_kv_heads * layer->gqa_group, dim = layer->head_dim_k;
+    const size_t heads = (size_t)q->ne[2], dim = (size_t)q->ne[0];
+    for (size_t h = 0; h < heads; h++)
+        memcpy(out + (h * rows + to) * dim, (const char *)q->data + from * q->nb[1] + h * q->nb[2], dim * sizeof(float));
+}
+
+static void take_last(akvl_hook *hook, int number, const struct ggml_tensor *q, const struct ggml_tensor *mask)
+{
     const size_t rows = hook->num_queries;
-    hook->taken[number] = true;
-    if ((size_t)q->ne[1] < rows || (size_t)q->ne[2] != heads || (size_t)q->ne[0] != dim ||
-        (uint64_t)mask->ne[0] < hook->visible) {
+    if ((size_t)q->ne[1] < rows || (uint64_t)mask->ne[0] < hook->visible) {
         akvl_fail(&hook->failure, AKV_E_UNSUPPORTED,
                   "layer %d ran %lld queries in the last batch; at least %zu are needed", number, (long long)q->ne[1],
                   rows);
@@ -59,13 +69,45 @@ void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
         if (is_visible(last[i]) != ((uint64_t)i < hook->visible))
             hook->masked = true;
     float *out = hook->queries[number];
-    if (!out)
-        return; /* a document no longer than the window needs no queries */
-    const size_t first = (size_t)q->ne[1] - rows;
-    for (size_t h = 0; h < heads; h++)
-        for (size_t t = 0; t < rows; t++)
-            memcpy(out + (h * rows + t) * dim, (const char *)q->data + (first + t) * q->nb[1] + h * q->nb[2],
-                   dim * sizeof(float));
+    for (size_t t = 0; out && t < rows; t++) /* a document no longer than the window needs no queries */
+        take_row(q, (size_t)q->ne[1] - rows + t, out, rows, t);
+}
+
+void akvl_capture(akvl_hook *hook, int number, const struct ggml_tensor *node)
+{
+    const struct ggml_tensor *q = node->src[0];
+    const akvl_layer *layer = &hook->graph->layers[number];
+    hook->taken[number] = true;
+    if (q->ne[2] != (int64_t)layer->num_kv_heads * layer->gqa_group || q->ne[0] != (int64_t)layer->head_dim_k) {
+        akvl_fail(&hook->failure, AKV_E_UNSUPPORTED, "layer %d changed its query heads while it read the document", number);
+        return;
+    }
+    if (q->ne[1] != (int64_t)hook->batch_count) { /* rows that are not the batch's tokens: the codec does without samples */
+        free(hook->sampled[number]);
+        hook->sampled[number] = NULL;
+    }
+    for (uint32_t m = 0; hook->sampled[number] && m < hook->num_sampled; m++) {
+        const int64_t row = (int64_t)hook->sampled_positions[m] - hook->batch_first;
+        if (row >= 0 && row < q->ne[1])
+            take_row(q, (size_t)row, hook->sampled[number], hook->num_sampled, m);
+    }
+    if (hook->mode == AKVL_CAPTURE)
+        take_last(hook, number, q, node->src[3]);
+}
+
+/* The middles of M equal stretches of the document: the same tokens whatever the batches. */
+static akv_status choose_sampled(akv_llama *host, akv_diag *diag)
+{
+    akvl_hook *hook = &host->dense_hook;
+    const uint64_t most = host->num_tokens - host->options.observation_queries;
+    hook->num_sampled = most < AKVL_SAMPLED_QUERIES ? (uint32_t)most : AKVL_SAMPLED_QUERIES;
+    hook->sampled_positions = akvl_new(hook->num_sampled, sizeof *hook->sampled_positions);
+    if (!hook->sampled_positions)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %u positions", hook->num_sampled);
+    for (uint32_t m = 0; m < hook->num_sampled; m++)
+        hook->sampled_positions[m] =
+            (int32_t)((2 * (uint64_t)m + 1) * host->num_tokens / (2 * (uint64_t)hook->num_sampled));
+    return AKV_OK;
 }
 
 static akv_status prepare_capture(akv_llama *host, akv_diag *diag)
@@ -76,16 +118,37 @@ static akv_status prepare_capture(akv_llama *host, akv_diag *diag)
     hook->visible = host->num_tokens;
     hook->taken = akvl_new(host->num_layers, sizeof *hook->taken);
     hook->queries = akvl_new(host->num_layers, sizeof *hook->queries);
-    bool ok = hook->taken && hook->queries;
+    hook->sampled = akvl_new(host->num_layers, sizeof *hook->sampled);
+    bool ok = hook->taken && hook->queries && hook->sampled;
+    if (ok && host->num_tokens > wanted) {
+        const akv_status status = choose_sampled(host, diag);
+        if (status != AKV_OK)
+            return status;
+    }
     for (uint32_t i = 0; ok && i < host->num_layers && host->num_tokens > wanted; i++) {
         const akvl_layer *layer = &host->dense_graph->layers[i];
         if (!host->is_hosted[i])
             continue;
-        hook->queries[i] = akvl_new(
-            (size_t)layer->num_kv_heads * layer->gqa_group * hook->num_queries * layer->head_dim_k, sizeof(float));
-        ok = hook->queries[i] != NULL;
+        const size_t row = (size_t)layer->num_kv_heads * layer->gqa_group * layer->head_dim_k;
+        hook->queries[i] = akvl_new(row * hook->num_queries, sizeof(float));
+        hook->sampled[i] = akvl_new(row * hook->num_sampled, sizeof(float));
+        ok = hook->queries[i] && hook->sampled[i];
     }
     return ok ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the observation queries");
+}
+
+/* What the callback has to do during the batch [done, done + n). Without a sampled token in it libllama runs on its own. */
+static akvl_mode batch_mode(const akv_llama *host, uint64_t done, size_t n)
+{
+    const akvl_hook *hook = &host->dense_hook;
+    if (host->not_hostable.status != AKV_OK)
+        return AKVL_IDLE;
+    if (done + n == host->num_tokens)
+        return AKVL_CAPTURE;
+    for (uint32_t m = 0; m < hook->num_sampled; m++)
+        if ((uint64_t)hook->sampled_positions[m] >= done && (uint64_t)hook->sampled_positions[m] < done + n)
+            return AKVL_SAMPLE;
+    return AKVL_IDLE;
 }
 
 /* ------------------------------------------------------------------------------------------------------- prefill */
@@ -174,7 +237,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     for (uint64_t done = 0; status == AKV_OK && done < host->num_tokens;) {
         const size_t n = next_batch(host, host->num_tokens - done);
         const bool last = done + n == host->num_tokens;
-        hook->mode = last && host->not_hostable.status == AKV_OK ? AKVL_CAPTURE : AKVL_IDLE;
+        hook->mode = batch_mode(host, done, n);
+        memset(hook->taken, 0, host->num_layers * sizeof *hook->taken);
         hook->done = done;
         status = akvl_run(host, host->dense, hook, host->tokens + done, n, (int32_t)done, last, false, diag);
         done += n;
@@ -298,6 +362,11 @@ static akv_status compress_layer(akv_llama *host, uint32_t number, akv_llama_met
     if (host->dense_hook.queries[number])
         layer.queries = akv_tensor_contiguous(host->dense_hook.queries[number], AKV_F32, host->dense_hook.num_queries,
                                               from->head_dim_k);
+    if (host->dense_hook.sampled[number]) {
+        layer.num_sampled = host->dense_hook.num_sampled;
+        layer.sampled = akv_tensor_contiguous(host->dense_hook.sampled[number], AKV_F32, layer.num_sampled, from->head_dim_k);
+        layer.sampled_positions = host->dense_hook.sampled_positions;
+    }
     akv_diag inner = {.status = AKV_OK};
     akv_status status;
     switch (method) {

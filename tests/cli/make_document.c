@@ -1,5 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* make_document.c - a small but complete .akv file from random keys and values, to test the program without a model. */
+/*
+ * make_document.c - a small but complete .akv file from random keys and values, to test the program without a model.
+ *
+ * usage: make_document FILE [paper]
+ */
 #include <anchorkv/akv_document.h>
 
 #include <stdio.h>
@@ -35,8 +39,9 @@ int main(int argc, char **argv)
     akv_document_layer layers[LAYERS];
     akv_diag diag = {AKV_OK, ""};
     uint64_t state = 1;
-    if (argc != 2)
+    if (argc != 2 && (argc != 3 || strcmp(argv[2], "paper") != 0))
         return 1;
+    const akv_profile profile = argc == 3 ? AKV_PROFILE_PAPER : AKV_PROFILE_DEFAULT;
     memset(layers, 0, sizeof layers);
     for (int i = 0; i < TOKENS; i++)
         tokens[i] = i;
@@ -47,7 +52,7 @@ int main(int argc, char **argv)
         akv_config config;
         akv_layer_init(&layer);
         akv_config_init(&config);
-        config.profile = AKV_PROFILE_PAPER;
+        config.profile = profile;
         for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++)
             keys[i] = noise(&state);
         for (size_t i = 0; i < sizeof values / sizeof values[0]; i++)
@@ -77,7 +82,8 @@ int main(int argc, char **argv)
         layers[l].num_segments = 1;
         layers[l].first_segment = l;
     }
-    const akv_document_property properties[] = {{"source", "noise.txt"}, {"profile", "paper"}, {"keep_ratio", "0.3"}};
+    const akv_document_property properties[] = {
+        {"source", "noise.txt"}, {"profile", argc == 3 ? "paper" : "default"}, {"keep_ratio", "0.3"}};
     akv_document_parts parts;
     akv_document_parts_init(&parts);
     parts.model.num_layers = LAYERS;

@@ -42,6 +42,16 @@ def test_plan(t, folder):
     t.check(json.loads(only.out)["tokens"] == 4096, "plan --json -: not only JSON on standard output")
     budget = t.run("plan", *SHAPE, "--tokens", "4096", "--budget", "64M", "--json", "-")
     t.check(json.loads(budget.out)["compressed_bytes"] <= 64 << 20, "plan --budget: over budget")
+    plans = {p: json.loads(t.run("plan", *SHAPE, "--tokens", "8192", "--profile", p, "--json", "-").out) for p in ("default", "paper")}
+    unnamed = json.loads(t.run("plan", *SHAPE, "--tokens", "8192", "--json", "-").out)
+    t.check(unnamed == plans["default"], "plan: --profile default is not the default")
+    for name, plan in plans.items():
+        kinds = plan["bytes_per_layer"]
+        t.check(plan["profile"] == name, f"plan: profile {plan['profile']} instead of {name}")
+        t.check(sum(v for k, v in kinds.items() if k != "total") == kinds["total"], "plan: kinds do not add up")
+        t.check(("residuals_k" in plan) == (name == "paper"), f"plan: a number of residuals that nobody can know, or none, in {name}")
+        t.check((kinds["model"] > 0) == (name == "default"), f"plan: {kinds['model']} bytes of means, bases and tables in {name}")
+    t.run("plan", *SHAPE, "--tokens", "8192", out="profile      default")
     tight = t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "1000", code=3)
     smallest = json.loads(t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "4", "--json", "-").out)["min_keep_ratio"]
     t.check(f"{smallest:.3f}"[:5] in tight.err, f"plan: the smallest keep ratio {smallest} is not named: {tight.err}")
@@ -72,7 +82,16 @@ def test_documents(t, folder, make_document):
             file.write(content)
         return path
 
-    t.run("verify", good, out="ok, 400 tokens, 3 segments")
+    t.run("verify", good, out="ok, 400 tokens, 3 segments, profile default")
+    paper = os.path.join(folder, "paper.akv")
+    subprocess.run([make_document, paper, "paper"], check=True)
+    t.run("verify", paper, out="ok, 400 tokens, 3 segments, profile paper")
+    t.run("info", paper, out="profile paper")
+    for path, name in ((good, "default"), (paper, "paper")):
+        report = json.loads(t.run("info", "--json", "-", path).out)
+        t.check(report["profile"] == name, f"info --json: profile {report['profile']} instead of {name}")
+        t.check([l["profile"] for l in report["layers"]] == [name] * 3, "info --json: profile of the layers")
+        t.check((report["bytes"]["model"] > 0) == (name == "default"), "info --json: bytes of means, bases and tables")
     t.run("verify", "-q", good)
     t.run("info", good, out="noise.txt")
     t.run("info", "--layers", "--sections", good, out="xxh3")

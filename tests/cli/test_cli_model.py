@@ -106,6 +106,22 @@ def test_pack(t, files, model, texts):
     t.run("ask", "-m", model, "--from", files.path("two.akv"), "-n", "4", "-t", "1", "-q", "The ship is called")
 
 
+def test_profiles(t, files, model):
+    book = files.path("book.txt")
+    t.run("info", files.path("book.akv"), out="profile default")
+    t.run("pack", "-m", model, "-f", book, *KEEP, "-q", "--profile", "paper", "-o", files.path("paper.akv"), "--json", files.path("paper.json"))
+    report = files.json("paper.json")
+    check_report(t, report, [])
+    t.check(report["profile"] == "paper" and report["bytes"]["model"] == 0, "pack --profile paper: the report says otherwise")
+    t.check(files.read("paper.akv") != files.read("book.akv"), "pack: --profile has no effect")
+    t.run("verify", files.path("paper.akv"), out="profile paper")
+    t.run("ask", "-m", model, "--from", files.path("paper.akv"), "-n", "4", "-t", "1", "--json", files.path("from.json"), QUESTIONS[0],
+          err="profile paper")
+    t.check(files.json("from.json")["profile"] == "paper", "ask --from: the profile of the document is not reported")
+    t.check(files.json("pack.json")["profile"] == "default" and files.json("pack.json")["bytes"]["model"] > 0,
+            "pack: default is not the default profile")
+
+
 def test_methods(t, files, model):
     book = files.path("book.txt")
     for method in ("snapkv", "exact", "dense"):
@@ -194,6 +210,7 @@ def main():
         files = Files(folder)
         texts = test_ask(t, files, args.model)
         test_pack(t, files, args.model, texts)
+        test_profiles(t, files, args.model)
         test_methods(t, files, args.model)
         test_refusals(t, files, args.model, args.make_document)
         test_interruption(t, files, args.model)

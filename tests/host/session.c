@@ -72,11 +72,12 @@ static void test_rendering(void)
 }
 
 /* Compress the prefilled document, attach, decode `rest`; the divergence from `exact`. */
-static divergence through(akv_llama_method method, double keep, const int32_t *rest, const float *exact,
+static divergence through(akv_llama_method method, akv_profile profile, double keep, const int32_t *rest, const float *exact,
                           uint64_t *bytes)
 {
     akv_config config;
     akv_config_init(&config);
+    config.profile = profile;
     config.keep_ratio = keep;
     akv_llama_store *store = NULL;
     CHECK_OK(akv_llama_compress(g_host, method, &config, &store, diag));
@@ -152,19 +153,25 @@ int main(int argc, char **argv)
     float *dense = hosted_run(g_host, rest, REST, 0);
     CHECK_OK(akv_llama_rewind(g_host, diag));
 
-    uint64_t used[4];
-    const divergence all = through(AKV_LLAMA_ANCHOR, 1.0, rest, dense, &used[0]);
-    const divergence fifth = through(AKV_LLAMA_ANCHOR, 0.2, rest, dense, &used[1]);
-    const divergence tenth = through(AKV_LLAMA_ANCHOR, 0.1, rest, dense, &used[2]);
-    const divergence evicted = through(AKV_LLAMA_SNAPKV, 0.1, rest, dense, &used[3]);
+    uint64_t used[6];
+    const divergence all = through(AKV_LLAMA_ANCHOR, AKV_PROFILE_DEFAULT, 1.0, rest, dense, &used[0]);
+    const divergence fifth = through(AKV_LLAMA_ANCHOR, AKV_PROFILE_DEFAULT, 0.2, rest, dense, &used[1]);
+    const divergence tenth = through(AKV_LLAMA_ANCHOR, AKV_PROFILE_DEFAULT, 0.1, rest, dense, &used[2]);
+    const divergence evicted = through(AKV_LLAMA_SNAPKV, AKV_PROFILE_DEFAULT, 0.1, rest, dense, &used[3]);
+    const divergence paper_fifth = through(AKV_LLAMA_ANCHOR, AKV_PROFILE_PAPER, 0.2, rest, dense, &used[4]);
+    const divergence paper_tenth = through(AKV_LLAMA_ANCHOR, AKV_PROFILE_PAPER, 0.1, rest, dense, &used[5]);
     print_divergence("everything kept, keep ratio 1", &all);
     print_divergence("anchors, keep ratio 0.2", &fifth);
     print_divergence("anchors, keep ratio 0.1", &tenth);
     print_divergence("eviction, keep ratio 0.1", &evicted);
+    print_divergence("profile paper, keep ratio 0.2", &paper_fifth);
+    print_divergence("profile paper, keep ratio 0.1", &paper_tenth);
     /* 0.02: the noise of 4-bit weights' products between one attention and another, measured at 4e-3, with room */
     CHECK(all.mean_kl < 0.02, "everything kept is not the dense answer: %g", all.mean_kl);
     CHECK(all.mean_kl < fifth.mean_kl && fifth.mean_kl < tenth.mean_kl && tenth.mean_kl < 1.0, "more bytes, more "
                                                                                                "fidelity");
+    CHECK(paper_fifth.mean_kl < paper_tenth.mean_kl && paper_tenth.mean_kl < 1.0, "the same in profile paper");
+    CHECK(fifth.mean_kl < paper_fifth.mean_kl && tenth.mean_kl < paper_tenth.mean_kl, "profile default is no better than paper");
     CHECK(used[0] > used[1] && used[1] > used[2] && used[2] >= used[3] / 2, "bytes follow the ratio");
 
     /* the dense cache is really gone, and so is its memory */
