@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_ladder_hostile.c - untrusted bytes in the ladder coding. Every header byte and every seventh body byte flipped, every
+ * test_ladder_hostile.c - untrusted bytes in the ladder coding. Every header bit and every seventh body byte flipped, every
  * kind of truncation: refused with a sentence, or opened - and then decoding and attention read nothing beyond the bytes
  * (they lie at the end of an exact allocation, which a memory checker watches). Single lies are refused by name.
  */
@@ -122,9 +122,10 @@ static void flips(void)
         uint8_t *blob = exact_copy(segment, &bytes);
         unsigned long opened = 0, refused = 0;
         CHECK(try_bytes(blob, bytes, "unharmed", 0));
-        const uint8_t masks[] = {0x01, 0x80, 0xff, 0x10};
+        /* every bit of the header and whole bytes; of the body the lowest and the highest bit */
+        const uint8_t masks[] = {0x01, 0x80, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0xff};
         for (size_t at = 0; at < bytes; at += at < sizeof(akv_header) ? 1 : 7)
-            for (size_t m = 0; m < (at < sizeof(akv_header) ? 4u : 2u); m++) {
+            for (size_t m = 0; m < (at < sizeof(akv_header) ? sizeof masks : 2u); m++) {
                 blob[at] ^= masks[m];
                 if (try_bytes(blob, bytes, "flip", at))
                     opened++;
