@@ -541,7 +541,7 @@ static void sampled_queries(void)
 {
     enum { M = 3 };
     const int32_t far[M] = {-2000000000, 0, 2000000000}, near[M] = {0, 17, 299};
-    for (int kind = 0; kind < 6; kind++) {
+    for (int kind = 0; kind < 7; kind++) {
         fixture f;
         make(&base, &f);
         void *memory;
@@ -559,14 +559,20 @@ static void sampled_queries(void)
             f.layer.sampled_positions = NULL;
         if (kind == 5)
             f.layer.sampled.dtype = (akv_dtype)5;
+        if (kind == 6) /* refused before any of them is read */
+            f.layer.num_sampled = UINT32_MAX;
         if (kind < 3)
             check_finite(&f, "sampled queries");
         else
             expect(&f, &f.config, kind == 3 ? AKV_E_NON_FINITE : AKV_E_INVALID_ARGUMENT,
                    kind == 3   ? "sampled|head 3|63"
                    : kind == 4 ? "sampled_positions"
-                               : "dtype",
-                   kind == 3 ? "NaN in a sampled query" : kind == 4 ? "no positions" : "dtype of sampled queries");
+                   : kind == 5 ? "dtype"
+                               : "num_sampled|4294967295",
+                   kind == 3   ? "NaN in a sampled query"
+                   : kind == 4 ? "no positions"
+                   : kind == 5 ? "dtype of sampled queries"
+                               : "too many sampled queries");
         free(memory);
         fixture_free(&f);
     }

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_ladder_hostile.c - untrusted bytes in the ladder coding. Every header byte and every seventh body byte flipped, every
+ * test_ladder_hostile.c - untrusted bytes in the ladder coding. Every header bit and every seventh body byte flipped, every
  * kind of truncation: refused with a sentence, or opened - and then decoding and attention read nothing beyond the bytes
  * (they lie at the end of an exact allocation, which a memory checker watches). Single lies are refused by name.
  */
@@ -88,9 +88,9 @@ static uint8_t *exact_copy(const akv_segment *segment, size_t *bytes)
     return copy;
 }
 
-static akv_segment *compressed(uint64_t S, int gaps)
+static akv_segment *compressed(uint64_t S, int gaps, double keep)
 {
-    spec s = {.name = "hostile", .S = S, .H = 2, .G = 2, .dk = 16, .dv = 12, .W = 8, .rotary = 12, .keep = 0.5,
+    spec s = {.name = "hostile", .S = S, .H = 2, .G = 2, .dk = 16, .dv = 12, .W = 8, .rotary = 12, .keep = keep,
               .dtype = AKV_F16, .gaps = gaps, .seed = 3};
     fixture f;
     fixture_make(&s, &f);
@@ -105,7 +105,7 @@ static akv_segment *compressed(uint64_t S, int gaps)
 static akv_segment *sample(int number)
 {
     if (number < 2) {
-        akv_segment *segment = compressed(number == 0 ? 150 : 1100, number);
+        akv_segment *segment = compressed(number == 0 ? 150 : 1100, number, 0.5);
         CHECK(((const akv_header *)akv_segment_data(segment, NULL))->coding == AKV_CODING_LADDER);
         return segment;
     }
@@ -122,9 +122,10 @@ static void flips(void)
         uint8_t *blob = exact_copy(segment, &bytes);
         unsigned long opened = 0, refused = 0;
         CHECK(try_bytes(blob, bytes, "unharmed", 0));
-        const uint8_t masks[] = {0x01, 0x80, 0xff, 0x10};
+        /* every bit of the header and whole bytes; of the body the lowest and the highest bit */
+        const uint8_t masks[] = {0x01, 0x80, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0xff};
         for (size_t at = 0; at < bytes; at += at < sizeof(akv_header) ? 1 : 7)
-            for (size_t m = 0; m < (at < sizeof(akv_header) ? 4u : 2u); m++) {
+            for (size_t m = 0; m < (at < sizeof(akv_header) ? sizeof masks : 2u); m++) {
                 blob[at] ^= masks[m];
                 if (try_bytes(blob, bytes, "flip", at))
                     opened++;
@@ -286,6 +287,40 @@ static void lies(void)
     akv_segment_release(segment);
 }
 
+/* Tables that give every coordinate 4 bits, with offsets that agree: the last run ends behind the section. */
+static void codes_beyond_the_section(void)
+{
+    akv_segment *segment = compressed(600, 0, 0.25);
+    size_t bytes;
+    uint8_t *blob = exact_copy(segment, &bytes);
+    const akv_header *h = (const akv_header *)(const void *)blob;
+    ref_view view = ref_view_of(blob);
+    for (int side = 0; side < 2; side++)
+        memset(blob + h->sections[AKV_SEC_TABLES + side].offset, 0xff, h->sections[AKV_SEC_TABLES + side].bytes);
+    uint64_t *offset = (uint64_t *)(void *)(blob + h->sections[AKV_SEC_RANKS].offset), at = 0;
+    CHECK(h->num_tokens <= AKV_BLOCK_TOKENS); /* one block a head: runs are counted over all tokens */
+    for (uint32_t head = 0; head < h->num_kv_heads; head++)
+        for (int side = 0; side < 2; side++) {
+            uint64_t count[16] = {0};
+            for (uint64_t t = 0; t < h->num_tokens; t++)
+                count[ref_ladder_level(&view, side, head, t)]++;
+            *offset++ = at;
+            for (uint32_t l = 1; l <= h->num_levels; l++) {
+                at += (count[l] + 1) / 2;
+                for (uint64_t n = count[l]; n > 0; n -= n < 16 ? n : 16)
+                    at += ((n < 16 ? n : 16) * 4 * h->head_dim[side] + 7) / 8;
+            }
+        }
+    *offset = at;
+    CHECK_MSG(at > h->code_bytes, "%llu bytes of codes fit into %llu", (unsigned long long)at, (unsigned long long)h->code_bytes);
+    akv_segment *out = NULL;
+    akv_diag diag = {AKV_OK, ""};
+    CHECK_STATUS(akv_segment_open(blob, bytes, 0, NULL, &out, &diag), AKV_E_CORRUPT, &diag);
+    CHECK_MSG(strstr(diag.message, "beyond the section") != NULL, "%s", diag.message);
+    free(blob);
+    akv_segment_release(segment);
+}
+
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
@@ -293,5 +328,6 @@ int main(int argc, char **argv)
     TEST(random_damage);
     TEST(truncations);
     TEST(lies);
+    TEST(codes_beyond_the_section);
     return TEST_DONE();
 }

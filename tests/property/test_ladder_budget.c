@@ -185,14 +185,20 @@ static void compress_many(int count, uint64_t most_tokens, uint32_t most_dim, ui
         pool16[1][i] = akv_f32_to_bf16(x);
     }
     double freq[512];
-    for (int j = 0; j < 512; j++)
-        freq[j] = pow(10000, -j / 64.0);
     compressed = dense = infeasible = 0;
     for (int i = 0; i < count; i++) {
         akv_layer l;
         akv_layer_init(&l);
         random_shape(&rng, &l.shape, most_tokens, 4, most_dim, 16);
         const akv_shape *shape = &l.shape;
+        /* akv_plan does not see the RoPE table, so its bytes must hold for every one: usual, all still, all fast, mixed */
+        uint64_t table = akv_rng_below(&rng, 6);
+        for (uint32_t j = 0; j < shape->rotary_dim / 2; j++)
+            freq[j] = table < 3    ? pow(10000, -(double)j / 64.0)
+                      : table == 3 ? 0
+                      : table == 4 ? -1e6 * random_unit(&rng)
+                      : akv_rng_below(&rng, 2) ? 1e-9
+                                               : 3 * random_unit(&rng);
         l.rope = (akv_rope){shape->rotary_dim, (akv_rope_style)akv_rng_below(&rng, 2), 1, freq};
         l.sm_scale = 1 / sqrt((double)shape->head_dim_k);
         l.first_position = (int32_t)akv_rng_below(&rng, 1000);
