@@ -61,6 +61,8 @@ typedef struct akv_experiment {
     uint32_t num_levels;        /* 1..15 */
     uint16_t level_bits[16];    /* bits per residual of each level, rising */
     int uniform_anchors;        /* the free anchors uniformly at random instead of for coverage */
+    uint32_t anchor_rounds;     /* rounds that turn free anchors into centroids; 0: they stay tokens */
+    double pool_weight;         /* weight of what is spread over neighbours, 0..1 */
 } akv_experiment;
 
 AKV_API void akv_experiment_init(akv_experiment *experiment); /* the paper's settings */

@@ -67,6 +67,8 @@ class Experiment(C.Structure):
         ("num_levels", C.c_uint32),
         ("level_bits", C.c_uint16 * 16),
         ("uniform_anchors", C.c_int),
+        ("anchor_rounds", C.c_uint32),
+        ("pool_weight", C.c_double),
     ]
 
 

@@ -97,12 +97,19 @@ static void anchors_task(void *opaque, size_t task)
         }
     akv_take_largest(pooled, earlier, top, mask);
     akv_rng rng = akv_rng_stream(job->seed, AKV_RNG_ANCHORS, head);
+    uint8_t *attended = mask + job->S; /* the mask takes a quarter of its memory */
+    memcpy(attended, mask, earlier);
+    memset(attended + earlier, 1, job->W);
     if (job->ladder != NULL && !x->uniform_anchors)
         akv_cover_directions(job, head, mask, free_anchors - top, &rng);
     else
         sample_rest(mask, earlier, top, free_anchors - top, &rng);
     memset(mask + earlier, 1, job->W);
     store_anchors(job, head, mask);
+    for (uint64_t t = 0; job->ladder != NULL && t < job->S; t++)
+        if (mask[t])
+            job->ladder->fixed[(size_t)head * job->k + job->anchor_of[head * job->S + t] - 1] =
+                attended[t] || x->anchor_rounds == 0;
 }
 
 void akv_choose_anchors(akv_job *job)

@@ -107,7 +107,9 @@ static void basis_task(void *opaque, size_t task)
     double w[AKV_MAX_HEAD_DIM], q2[AKV_MAX_HEAD_DIM], score[AKV_MAX_HEAD_DIM];
 
     /* Mean second moments of the residuals, coordinates in basis order. */
-    const double count = (double)(job->S - job->k);
+    double count = 0.0;
+    for (uint64_t t = 0; t < job->S; t++)
+        count += job->anchor_of[head * job->S + t] == 0;
     for (uint32_t i = 0; i < dim; i++)
         for (uint32_t j = 0; j < dim; j++) {
             double sum = 0.0;

@@ -113,6 +113,14 @@ void akv_choose_anchors(akv_job *job);
 /* The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win. */
 void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask);
 
+/* project.c: an anchor [dim] -> unit [dim], the same divided by its norm (0 for a zero anchor). */
+void akv_unit_of(const float *anchor, uint32_t dim, float *unit);
+/*
+ * The nearest anchors by |cosine| of n <= AKV_TILE_TOKENS rows [n, dim]: their numbers -> nearest [n], row . unit -> along [n]
+ * (0 and 0 for a row that no anchor explains). s->sims is used.
+ */
+void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
+                         uint32_t *nearest, float *along);
 /* project.c: means (LADDER), the anchors as stored, nearest anchor and coefficient of every token, and what its residual is worth. */
 void akv_project(akv_job *job);
 /* One token of one side as anchors see it: keys un-turned (unless projected post-RoPE) and centred, values as they are. */

@@ -172,6 +172,8 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
     if (is_ladder)
         akv_ladder_begin(&job);
     akv_choose_anchors(&job);
+    if (is_ladder)
+        akv_refine_anchors(&job);
     akv_project(&job);
     if (is_ladder) {
         akv_ladder_finish(&job);

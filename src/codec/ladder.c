@@ -124,6 +124,8 @@ void akv_ladder_carve(akv_job *job, akv_arena *arena)
     l->deviation = AKV_TAKE(arena, float, H * S);
     l->late = AKV_TAKE(arena, float, H * l->late_rows * job->dk);
     l->query_sq = AKV_TAKE(arena, double, H);
+    l->fixed = AKV_TAKE(arena, uint8_t, H * job->k);
+    l->refine = AKV_TAKE(arena, float, job->num_slots * AKV_REFINE_FLOATS(job->k, most_dim));
     l->hulls = AKV_TAKE(arena, akv_hull, H * AKV_SIDES);
     for (int side = 0; side < AKV_SIDES; side++) {
         const uint64_t dim = job->header->head_dim[side], coords = akv_num_coords(job->header, side);

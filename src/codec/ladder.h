@@ -19,6 +19,9 @@ typedef struct akv_hull {
 #define AKV_COVER_JUDGES 2048u
 #define AKV_COVER_FLOATS ((size_t)AKV_SIDES * AKV_COVER_JUDGES * (AKV_COVER_CANDIDATES + 1))
 
+/* centroids.c: per anchor the sum of its members [dim], their energy and their number. */
+#define AKV_REFINE_FLOATS(k, dim) ((uint64_t)(k) * ((dim) + 2))
+
 typedef struct akv_ladder {
     const akv_experiment *options;
     uint16_t coords[AKV_SIDES][AKV_MAX_HEAD_DIM]; /* coordinates under the basis, then the others */
@@ -26,6 +29,8 @@ typedef struct akv_ladder {
     float *deviation;             /* [H, S] |v - mean v|^2 */
     float *prior[AKV_SIDES];      /* [H, S] utility if every token were as likely to be asked for */
     float *late;                  /* [H, late_rows, d_k] queries turned to the segment's end, coords order */
+    uint8_t *fixed;               /* [H, k] this anchor is a token and stays one: attended, sink or window */
+    float *refine;                /* per slot: AKV_REFINE_FLOATS(k, largest dim) */
     uint32_t late_rows;
     double *query_sq;             /* [H] mean |q|^2 of the observation queries */
     float *basis[AKV_SIDES];      /* [H, cols, basis_dim] as stored */
@@ -60,6 +65,13 @@ void akv_ladder_finish(akv_job *job); /* bases, tables, levels, codes */
  * keys and of values has an anchor near it.
  */
 void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t need, akv_rng *rng);
+
+/*
+ * centroids.c: after akv_choose_anchors, turn each free anchor into the direction that explains most of the tokens nearest to it
+ * (options->anchor_rounds rounds). job->anchor and job->unit hold all anchors afterwards, not rounded yet; anchor_of
+ * names only the tokens whose anchor is fixed. With 0 rounds every anchor stays a token.
+ */
+void akv_refine_anchors(akv_job *job);
 
 /* moments.c: what project.c hands over tile by tile. */
 void akv_ladder_value_deviation(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *values);

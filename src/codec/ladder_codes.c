@@ -27,28 +27,50 @@ static uint32_t quantise(float x, uint32_t width, float *level)
     return negative ? 7 - i : 8 + i;
 }
 
-/* The gain code of the vector x [count] (in units of sigma), by alternating between codes and their best gain. */
+/* Squared error of the vector x [count] (in units of sigma) coded with a gain; *best = the gain that fits its codes best. */
+static double coded_error(const float *x, const float *sigma_sq, const akv_level_list *list, double gain, double *best)
+{
+    double xc = 0.0, cc = 0.0, xx = 0.0;
+    const float inverse = (float)(1.0 / gain);
+    for (uint32_t i = 0; i < list->count; i++) {
+        float level;
+        quantise(x[i] * inverse, list->width[i], &level);
+        xx += (double)x[i] * x[i] * sigma_sq[i];
+        xc += (double)x[i] * level * sigma_sq[i];
+        cc += (double)level * level * sigma_sq[i];
+    }
+    *best = cc > 0.0 ? xc / cc : 1.0;
+    return xx - gain * (2.0 * xc - gain * cc);
+}
+
+static uint32_t nearest_gain(double gain)
+{
+    double code = rint(3.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
+    return code < 0.0 ? 0 : code > AKV_GAIN_CODES - 1 ? AKV_GAIN_CODES - 1 : (uint32_t)code;
+}
+
+/*
+ * The gain code of the vector x: the one nearest to the best gain of the codes that its root mean square gives, or a neighbour
+ * if that codes it better. Without the neighbours alternating between codes and gains stops beside the best of the grid
+ * (0.4 to 4 % more squared error).
+ */
 static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_list *list)
 {
-    double square = 0.0;
+    double square = 0.0, gain, least;
     for (uint32_t i = 0; i < list->count; i++)
         square += (double)x[i] * x[i];
-    double gain = list->count > 0 ? sqrt(square / list->count) : 1.0;
-    uint32_t code = 8;
-    for (int round = 0; round < 3; round++) {
-        double c = rint(3.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
-        code = c < 0.0 ? 0 : c > AKV_GAIN_CODES - 1 ? AKV_GAIN_CODES - 1 : (uint32_t)c;
-        if (round == 2)
-            break;
-        double xc = 0.0, cc = 0.0, inverse = 1.0 / akv_gain_value(code);
-        for (uint32_t i = 0; i < list->count; i++) {
-            float level;
-            quantise((float)(x[i] * inverse), list->width[i], &level);
-            xc += (double)x[i] * level * sigma_sq[i];
-            cc += (double)level * level * sigma_sq[i];
+    coded_error(x, sigma_sq, list, akv_gain_value(nearest_gain(list->count > 0 ? sqrt(square / list->count) : 1.0)), &gain);
+    const uint32_t middle = nearest_gain(gain);
+    uint32_t code = middle;
+    least = coded_error(x, sigma_sq, list, akv_gain_value(middle), &gain);
+    for (int step = -1; step <= 1; step += 2)
+        for (uint32_t next = middle + (uint32_t)step; next < AKV_GAIN_CODES; next += (uint32_t)step) {
+            double error = coded_error(x, sigma_sq, list, akv_gain_value(next), &gain);
+            if (!(error < least))
+                break;
+            least = error;
+            code = next;
         }
-        gain = cc > 0.0 ? xc / cc : 1.0;
-    }
     return code;
 }
 

@@ -22,10 +22,10 @@ static akv_status check_ladder_options(const akv_experiment *x, akv_diag *diag)
                         AKV_MAX_LEVELS);
     if (!(x->incoherent >= 0.0 && x->incoherent <= 1.0) || !(x->query_mix >= 0.0 && x->query_mix <= 1.0) || !(x->floor >= 0.0) ||
         !isfinite(x->floor) || !(x->value_boost > 0.0) || !isfinite(x->value_boost) || !(x->slow_angle >= 0.0) ||
-        x->pool_tokens > 1024 || x->basis_cols > AKV_MAX_HEAD_DIM)
+        x->pool_tokens > 1024 || x->basis_cols > AKV_MAX_HEAD_DIM || x->anchor_rounds > 64 || !(x->pool_weight >= 0.0 && x->pool_weight <= 1.0))
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                        "akv_experiment: incoherent and query_mix must be 0..1, floor and slow_angle >= 0, value_boost > 0, "
-                        "pool_tokens <= 1024, basis_cols <= %u", AKV_MAX_HEAD_DIM);
+                        "akv_experiment: incoherent, query_mix and pool_weight must be 0..1, floor and slow_angle >= 0, value_boost > 0, "
+                        "pool_tokens <= 1024, anchor_rounds <= 64, basis_cols <= %u", AKV_MAX_HEAD_DIM);
     if (x->rank != AKV_RANK_UTILITY || x->code_rule != AKV_CODE_ROTATED_LLOYD_MAX || x->anchor_space != AKV_ANCHOR_PRE_ROPE ||
         x->equal_head_budgets)
         return akv_fail(diag, AKV_E_UNSUPPORTED, "akv_experiment: the paper's ablations belong to AKV_PROFILE_PAPER");

@@ -114,6 +114,16 @@ static float store_coefficient(akv_job *job, int side, uint32_t head, uint64_t t
     return own ? 1.0f : (float)c * AKV_COEFF_STEP;
 }
 
+void akv_unit_of(const float *anchor, uint32_t dim, float *unit)
+{
+    double norm = 0.0;
+    for (uint32_t i = 0; i < dim; i++)
+        norm += (double)anchor[i] * anchor[i];
+    norm = norm > 0.0 ? 1.0 / sqrt(norm) : 0.0;
+    for (uint32_t i = 0; i < dim; i++)
+        unit[i] = (float)(anchor[i] * norm);
+}
+
 /* Task = head * 2 + side. */
 static void store_anchors_task(void *opaque, size_t task)
 {
@@ -130,15 +140,16 @@ static void store_anchors_task(void *opaque, size_t task)
             continue;
         uint32_t a = anchor_of[t] - 1;
         float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
-        float *unit = job->unit[side] + ((size_t)head * job->k + a) * dim;
         akv_anchor_space_row(job, side, head, t, &walk, anchor);
         store_anchor(job, side, head, a, anchor);
-        double norm = 0.0;
-        for (uint32_t i = 0; i < dim; i++)
-            norm += (double)anchor[i] * anchor[i];
-        norm = norm > 0.0 ? 1.0 / sqrt(norm) : 0.0;
-        for (uint32_t i = 0; i < dim; i++)
-            unit[i] = (float)(anchor[i] * norm);
+        akv_unit_of(anchor, dim, job->unit[side] + ((size_t)head * job->k + a) * dim);
+    }
+    for (uint32_t a = 0; job->ladder != NULL && a < job->k; a++) { /* those that are no token, from akv_refine_anchors */
+        if (job->ladder->fixed[(size_t)head * job->k + a])
+            continue;
+        float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
+        store_anchor(job, side, head, a, anchor);
+        akv_unit_of(anchor, dim, job->unit[side] + ((size_t)head * job->k + a) * dim);
     }
     akv_return_slot(job->slots, slot);
 }
@@ -153,19 +164,13 @@ static float norm_of(const float *x, uint32_t dim)
     return (float)sqrt(sum);
 }
 
-/*
- * Nearest anchors of n rows in anchor space: index and coefficient go to the segment, the rows become residuals in anchor
- * space, |cosine| goes to best.
- */
-static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows, akv_codec_scratch *s)
+void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
+                         uint32_t *nearest, float *along)
 {
     const uint32_t dim = job->header->head_dim[side];
-    const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
     const float *unit = job->unit[side] + (size_t)head * job->k * dim;
-    uint32_t nearest[AKV_TILE_TOKENS];
-
     for (uint32_t i = 0; i < n; i++) {
-        s->best[i] = -1.0f;
+        along[i] = 0.0f;
         nearest[i] = 0;
     }
     for (uint32_t a0 = 0; a0 < job->k; a0 += AKV_ANCHOR_TILE) {
@@ -174,17 +179,29 @@ static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uin
         for (uint32_t i = 0; i < n; i++) {
             const float *sims = s->sims + (size_t)i * AKV_ANCHOR_TILE;
             for (uint32_t a = 0; a < na; a++)
-                if (fabsf(sims[a]) > s->best[i]) {
-                    s->best[i] = fabsf(sims[a]);
+                if (fabsf(sims[a]) > fabsf(along[i])) {
+                    along[i] = sims[a];
                     nearest[i] = a0 + a;
                 }
         }
     }
+}
+
+/*
+ * Nearest anchors of n rows in anchor space: index and coefficient go to the segment, the rows become residuals in anchor
+ * space, |cosine| goes to best.
+ */
+static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows, akv_codec_scratch *s)
+{
+    const uint32_t dim = job->header->head_dim[side];
+    const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
+    uint32_t nearest[AKV_TILE_TOKENS];
+    akv_nearest_anchors(job, side, head, n, rows, s, nearest, s->best);
     for (uint32_t i = 0; i < n; i++) {
         float *x = rows + (size_t)i * dim;
         uint32_t own = job->anchor_of[head * job->S + t0 + i];
         float norm = norm_of(x, dim);
-        s->best[i] = norm > 0.0f ? s->best[i] / norm : 1.0f;
+        s->best[i] = norm > 0.0f ? fabsf(s->best[i]) / norm : 1.0f;
         if (own != 0) { /* exact up to the anchor's own rounding, which residuals do not mend */
             nearest[i] = own - 1;
             store_coefficient(job, side, head, t0 + i, 1.0f, true);

@@ -106,13 +106,15 @@ void akv_experiment_init_default(akv_experiment *experiment)
     static const uint16_t level_bits[] = {24, 48, 72, 108, 168, 256, 512};
     akv_experiment_init(experiment);
     experiment->scale_rule = AKV_SCALE_LEAST_SQUARES;
-    experiment->rho = 0.3;
-    experiment->tokens_per_anchor = 40;
+    experiment->rho = 0.25;
+    experiment->tokens_per_anchor = 32;
+    experiment->anchor_rounds = 4;
     experiment->sinks = 4;
     experiment->pool_tokens = 12;
-    experiment->incoherent = 0.75;
-    experiment->floor = 0.15;
-    experiment->value_boost = 3.5;
+    experiment->pool_weight = 0.3;
+    experiment->incoherent = 0.6;
+    experiment->floor = 0.5;
+    experiment->value_boost = 3.0;
     experiment->query_mix = 0.4;
     experiment->slow_angle = 6.0;
     experiment->basis_cols = 1024; /* all: cutting at 96 of 128 doubles the error */

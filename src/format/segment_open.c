@@ -98,8 +98,10 @@ static akv_status check_kind(const akv_header *h, akv_diag *diag)
         return CORRUPT("num_queries is 0; a compressed segment has a window of at least 1");
     if (h->num_anchors == 0 || h->num_anchors > h->num_tokens || h->num_anchors > AKV_MAX_ANCHORS)
         return CORRUPT("num_anchors is %u; 1..min(num_tokens, %u) is possible", h->num_anchors, AKV_MAX_ANCHORS);
+    /* PLAIN: every anchor is a token and owns none. LADDER: an anchor may be no token; the levels are checked later. */
+    const uint64_t owners = h->num_tokens - (h->coding == AKV_CODING_LADDER ? 0 : h->num_anchors);
     for (int side = 0; side < AKV_SIDES; side++)
-        if (h->num_residuals[side] > (h->num_tokens - h->num_anchors) * h->num_kv_heads)
+        if (h->num_residuals[side] > owners * h->num_kv_heads)
             return CORRUPT("%llu %s residuals are more than there are tokens without an anchor",
                            (unsigned long long)h->num_residuals[side], side_name[side]);
     return AKV_OK;
