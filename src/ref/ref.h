@@ -210,6 +210,7 @@ bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *
 /* ------------------------------------------------------------------- reading the LADDER coding (layout.h, section 7) */
 
 extern const double ref_levels_1bit[2];
+extern const double ref_levels_2bit[4];
 extern const double ref_levels_4bit[16];
 
 /* Level `number` of the quantiser of width 1, 2 or 4 bits. */

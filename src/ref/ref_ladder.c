@@ -5,10 +5,11 @@
 
 #include <stdlib.h>
 
-/* Lloyd-Max quantisers of the unit Gaussian, ascending; 4 decimals as published (test_ref checks that they are one). */
+/* Lloyd-Max quantisers of the unit Gaussian, ascending, as multiples of 0.7979, 0.15104 and 0.02622 (test_ref checks them). */
 const double ref_levels_1bit[2] = {-0.7979, 0.7979};
-const double ref_levels_4bit[16] = {-2.7326, -2.0690, -1.6181, -1.2562, -0.9424, -0.6568, -0.3881, -0.1284,
-                                    0.1284,  0.3881,  0.6568,  0.9424,  1.2562,  1.6181,  2.0690,  2.7326};
+const double ref_levels_2bit[4] = {-1.5104, -0.45312, 0.45312, 1.5104};
+const double ref_levels_4bit[16] = {-2.72688, -2.07138, -1.62564, -1.25856, -0.94392, -0.6555, -0.3933, -0.1311,
+                                    0.1311,   0.3933,   0.6555,   0.94392,  1.25856,  1.62564, 2.07138, 2.72688};
 
 static const void *section(const ref_view *view, int id)
 {
@@ -133,7 +134,7 @@ double ref_ladder_sigma(const ref_view *view, int side, uint32_t head, uint32_t 
 
 double ref_ladder_value(uint32_t number, uint32_t width)
 {
-    return width == 1 ? ref_levels_1bit[number] : width == 2 ? ref_levels[number] : ref_levels_4bit[number];
+    return width == 1 ? ref_levels_1bit[number] : width == 2 ? ref_levels_2bit[number] : ref_levels_4bit[number];
 }
 
 /* The codes of one run of n residuals of a level -> z [n, coords]; returns the bytes of the run. */
@@ -144,15 +145,18 @@ static uint64_t read_run(const ref_view *view, int side, uint32_t head, uint32_t
     uint64_t at = (n + 1) / 2; /* behind the gains */
     for (uint64_t first = 0; first < n; first += AKV_GROUP_LANES) {
         uint64_t g = n - first < AKV_GROUP_LANES ? n - first : AKV_GROUP_LANES, bit = 0;
-        for (uint32_t c = 0; c < coords; c++) {
-            uint32_t width = ref_ladder_bits(view, side, head, level, c);
-            for (uint64_t r = 0; r < g; r++, bit += width) {
-                double gain = exp2((number_at(run, (first + r) * 4, 4) - 8.0) / 3);
-                z[(first + r) * coords + c] = width == 0 ? 0
-                                                         : gain * ref_ladder_sigma(view, side, head, c) *
-                                                               ref_ladder_value(number_at(run + at, bit, width), width);
+        for (uint64_t i = first * coords; i < (first + g) * coords; i++)
+            z[i] = 0;
+        for (uint32_t width = 4; width >= 1; width /= 2) /* the widest coordinates come first */
+            for (uint32_t c = 0; c < coords; c++) {
+                if (ref_ladder_bits(view, side, head, level, c) != width)
+                    continue;
+                for (uint64_t r = 0; r < g; r++, bit += width) {
+                    double gain = exp2((number_at(run, (first + r) * 4, 4) - 8.0) / 3);
+                    z[(first + r) * coords + c] = gain * ref_ladder_sigma(view, side, head, c) *
+                                                  ref_ladder_value(number_at(run + at, bit, width), width);
+                }
             }
-        }
         at += (g * bits + 7) / 8;
     }
     return at;
