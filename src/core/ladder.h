@@ -134,15 +134,19 @@ static inline void akv_ladder_list(const akv_ladder_view *v, uint32_t level, akv
     const uint8_t *row = v->tables + (level - 1) * akv_div_up(v->num_coords, 4);
     out->count = 0;
     out->bits = 0;
+    uint16_t coords[4][AKV_MAX_HEAD_DIM]; /* by table entry */
+    uint32_t count[4] = {0};
+    for (uint32_t c = 0; c < v->num_coords; c++) {
+        const uint32_t entry = (row[c / 4] >> (c % 4 * 2)) & 3u;
+        coords[entry][count[entry]++] = (uint16_t)c;
+    }
     for (uint32_t i = 0; i < 3; i++) {
-        const uint32_t before = out->count, width = 4u >> i;
-        for (uint32_t c = 0; c < v->num_coords; c++)
-            if (akv_entry_bits[(row[c / 4] >> (c % 4 * 2)) & 3u] == width) {
-                out->coord[out->count] = (uint16_t)c;
-                out->width[out->count++] = (uint8_t)width;
-            }
-        out->by_width[i] = out->count - before;
-        out->bits += out->by_width[i] * width;
+        const uint32_t width = 4u >> i, n = count[3 - i];
+        memcpy(out->coord + out->count, coords[3 - i], n * sizeof *out->coord);
+        memset(out->width + out->count, (int)width, n);
+        out->by_width[i] = n;
+        out->count += n;
+        out->bits += n * width;
     }
 }
 

@@ -162,7 +162,8 @@ static uint64_t read_run(const ref_view *view, int side, uint32_t head, uint32_t
     return at;
 }
 
-bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
+/* z [S, coords] and gain [S], either may be NULL. */
+static bool read_codes(const ref_view *view, int side, uint32_t head, double *z, double *gain)
 {
     const akv_header *h = view->header;
     uint32_t coords = ref_ladder_coords(view, side);
@@ -171,26 +172,46 @@ bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
     double *run_z = malloc((AKV_BLOCK_TOKENS * (uint64_t)coords + 1) * sizeof *run_z);
     if (run_z == NULL)
         return false;
-    memset(z, 0, S * coords * sizeof *z);
+    for (uint64_t i = 0; z != NULL && i < S * coords; i++)
+        z[i] = 0;
     for (uint64_t b = 0; b < blocks; b++) {
         const uint8_t *run = section(view, AKV_SEC_CODES);
         run += offsets[(head * blocks + b) * 2 + (uint64_t)side];
         uint64_t t0 = b * AKV_BLOCK_TOKENS, end = t0 + AKV_BLOCK_TOKENS < S ? t0 + AKV_BLOCK_TOKENS : S;
+        for (uint64_t t = t0; gain != NULL && t < end; t++)
+            gain[t] = 0;
         for (uint32_t l = 1; l <= h->num_levels; l++) {
             uint64_t n = 0;
             for (uint64_t t = t0; t < end; t++)
                 n += ref_ladder_level(view, side, head, t) == l;
             if (n == 0)
                 continue;
+            const uint8_t *gains = run;
             run += read_run(view, side, head, l, run, n, run_z);
             uint64_t i = 0;
-            for (uint64_t t = t0; t < end; t++)
-                if (ref_ladder_level(view, side, head, t) == l)
-                    memcpy(z + t * coords, run_z + i++ * coords, coords * sizeof *z);
+            for (uint64_t t = t0; t < end; t++) {
+                if (ref_ladder_level(view, side, head, t) != l)
+                    continue;
+                if (z != NULL)
+                    memcpy(z + t * coords, run_z + i * coords, coords * sizeof *z);
+                if (gain != NULL)
+                    gain[t] = exp2((number_at(gains, i * 4, 4) - 8.0) / 3);
+                i++;
+            }
         }
     }
     free(run_z);
     return true;
+}
+
+bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
+{
+    return read_codes(view, side, head, z, NULL);
+}
+
+bool ref_ladder_gains(const ref_view *view, int side, uint32_t head, double *gain)
+{
+    return read_codes(view, side, head, NULL, gain);
 }
 
 static double norm(const double *x, uint32_t n)
