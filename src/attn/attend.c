@@ -8,11 +8,12 @@
 #include "core/ladder.h"
 #include "core/sizes.h"
 #include "core/slots.h"
+#include "kernels/quad.h"
 
 /* A part is at least this many tokens, and a segment has at most this many parts: the k x d_v product that ends each
  * part of a compressed segment then stays small beside the part itself. */
-#define PART_TOKENS 4096u
-#define MOST_PARTS 8u
+#define PART_TOKENS 8192u
+#define MOST_PARTS 4u
 
 typedef struct akv_call {
     const akv_attend_params *params;
@@ -26,6 +27,7 @@ typedef struct akv_call {
     akv_scratch *scratch;
     akv_partial *partials;  /* [H, parts] */
     akv_turn_table *tables; /* [segments] */
+    akv_quad_table_room *rooms; /* [segments] */
     float *table_floats;
 } akv_call;
 
@@ -114,11 +116,19 @@ static void carve(akv_call *c, akv_arena *arena)
     c->num_parts = parts_of(p->tail_tokens);
     uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
+    akv_quad_sizes quad = {0, 0, 0, 0, (uint32_t)akv_round_up(p->head_dim_k > p->head_dim_v ? p->head_dim_k : p->head_dim_v, 4)};
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
         c->num_parts += parts_of(h->num_tokens);
         if (h->kind != AKV_SEGMENT_COMPRESSED)
             continue;
+        if (akv_quad_fits(h)) {
+            const akv_quad_shape shape = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style);
+            quad.padded_planes = shape.padded_planes > quad.padded_planes ? shape.padded_planes : quad.padded_planes;
+            quad.padded_rest = shape.padded_rest > quad.padded_rest ? shape.padded_rest : quad.padded_rest;
+            quad.anchors = h->num_anchors > quad.anchors ? h->num_anchors : quad.anchors;
+            quad.levels = h->num_levels > quad.levels ? h->num_levels : quad.levels;
+        }
         uint32_t planes = h->rotary_dim / 2;
         most_anchors = h->num_anchors > most_anchors ? h->num_anchors : most_anchors;
         most_planes = planes > most_planes ? planes : most_planes;
@@ -134,6 +144,20 @@ static void carve(akv_call *c, akv_arena *arena)
     c->partials = AKV_TAKE(arena, akv_partial, tasks);
     c->tables = AKV_TAKE(arena, akv_turn_table, p->num_segments);
     c->table_floats = AKV_TAKE(arena, float, table_floats);
+    c->rooms = AKV_TAKE(arena, akv_quad_table_room, p->num_segments);
+    for (uint32_t i = 0; i < p->num_segments; i++) {
+        const akv_header *h = akv_header_of(p->segments[i]);
+        if (!akv_quad_fits(h))
+            continue;
+        const uint64_t PP = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style).padded_planes;
+        akv_quad_table_room room;
+        room.turn16 = AKV_TAKE(arena, int16_t, AKV_QUAD_TILE * 2 * PP);
+        room.mean = AKV_TAKE(arena, float, 64 * PP);
+        room.middle = AKV_TAKE(arena, float, 2 * PP);
+        room.step = AKV_TAKE(arena, double, 2 * PP);
+        if (arena->base != NULL)
+            c->rooms[i] = room;
+    }
     for (uint32_t i = 0; i < c->num_slots; i++) {
         akv_scratch s;
         s.query = AKV_TAKE(arena, float, r * dk);
@@ -150,6 +174,9 @@ static void carve(akv_call *c, akv_arena *arena)
             s.levels[side] = AKV_TAKE(arena, float, most_levels * r * (side == AKV_SIDE_K ? dk : dv));
             s.lists[side] = AKV_TAKE(arena, akv_level_list, most_levels);
         }
+        if (quad.levels != 0)
+            akv_quad_take(arena, &quad, &s.quad);
+        s.quad.dim = quad.dim;
         if (arena->base != NULL) {
             c->scratch[i] = s;
             atomic_flag_clear(&c->slots[i]);
@@ -172,9 +199,19 @@ static void make_tables(akv_call *c)
     float *at = c->table_floats;
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        akv_turn_table none = {NULL, NULL};
+        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL};
         c->tables[i] = none;
         uint32_t planes = h->rotary_dim / 2;
+        if (akv_quad_fits(h)) {
+            const akv_quad_table_room *room = &c->rooms[i];
+            akv_quad_tables(akv_section_of(p->segments[i], AKV_SEC_INV_FREQ), planes,
+                            (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), &c->rooms[i]);
+            c->tables[i].turn16 = room->turn16;
+            c->tables[i].mean = room->mean;
+            c->tables[i].middle = room->middle;
+            c->tables[i].step = room->step;
+            continue;
+        }
         if (h->kind != AKV_SEGMENT_COMPRESSED || planes == 0)
             continue;
         const double *inv_freq = akv_section_of(p->segments[i], AKV_SEC_INV_FREQ);
@@ -238,7 +275,9 @@ static void run_task(void *opaque, size_t index)
     if (i == p->num_segments) {
         akv_attend_dense(&task, &p->tail_keys, &p->tail_values, true, scratch, out);
     } else if (akv_header_of(p->segments[i])->kind == AKV_SEGMENT_COMPRESSED) {
-        if (akv_header_of(p->segments[i])->coding == AKV_CODING_LADDER)
+        if (akv_quad_fits(akv_header_of(p->segments[i])))
+            akv_attend_ladder_quads(&task, p->segments[i], &c->tables[i], scratch, out);
+        else if (akv_header_of(p->segments[i])->coding == AKV_CODING_LADDER)
             akv_attend_ladder(&task, p->segments[i], &c->tables[i], scratch, out);
         else
             akv_attend_compressed(&task, p->segments[i], &c->tables[i], scratch, out);

@@ -24,6 +24,31 @@ typedef struct akv_partial {
     float *acc; /* [rows, d_v] */
 } akv_partial;
 
+/* Scratch of one running task over LADDER segments, four query rows at a time (kernels/quad.h). */
+typedef struct akv_quad_scratch {
+    uint32_t dim;       /* the larger of d_k and d_v, a multiple of 4 */
+    float *rows;        /* [2][8][padded planes] */
+    int16_t *query16;   /* [width / 8][4 rows][8] */
+    float *mean_rows;   /* [2][4][padded planes] */
+    double *phase;      /* [2][padded planes] cosine, sine of the tile's base */
+    float *logits;      /* [AKV_BLOCK_TOKENS][4] */
+    float *hist;        /* [k][4] */
+    float *anchor_scales[AKV_SIDES]; /* [k] */
+    int8_t *queries;    /* [levels][dim / 4 + 3][32] */
+    int32_t *bias;      /* [levels][8] */
+    float *query_scale; /* [levels][4] */
+    float *sums;        /* [levels][dim / 4 + 3][64] */
+    uint16_t *slots;    /* [AKV_BLOCK_TOKENS] */
+    uint8_t *run;       /* [24 KiB] of code_sums */
+    float *coords;      /* [dim][4] */
+    float *vectors;     /* [4][dim] */
+} akv_quad_scratch;
+
+/* Largest sizes among the segments of a call. */
+typedef struct akv_quad_sizes {
+    uint32_t padded_planes, padded_rest, anchors, levels, dim;
+} akv_quad_sizes;
+
 /* Scratch of one running task. */
 typedef struct akv_scratch {
     float *query;   /* [rows, d_k] f32 */
@@ -38,13 +63,26 @@ typedef struct akv_scratch {
     struct akv_level_list *lists[AKV_SIDES]; /* LADDER: [levels] */
     float *mean;    /* LADDER: [d_k] in units */
     double *phase;  /* [4, rotary_dim / 2] cos, sin of the span; cos, sin of one span's step */
+    akv_quad_scratch quad;
 } akv_scratch;
 
 /* cos/sin of the offsets inside a span, [AKV_TURN_SPAN, rotary_dim / 2] each; shared by all tasks of a call. */
 typedef struct akv_turn_table {
     const float *cos;
     const float *sin;
+    const int16_t *turn16; /* for kernels/quad.h: [64][padded planes / 32][2][32] */
+    const float *mean;     /* [planes][2][32] */
+    const float *middle;   /* [2][padded planes] cosine, sine of 31.5 positions */
+    const double *step;    /* [2][padded planes] of 64 positions */
 } akv_turn_table;
+
+/* The same, to be filled. */
+typedef struct akv_quad_table_room {
+    int16_t *turn16;
+    float *mean;
+    float *middle;
+    double *step;
+} akv_quad_table_room;
 
 typedef struct akv_task {
     const akv_attend_params *params;
@@ -77,6 +115,13 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
 /* The same for the LADDER coding. */
 void akv_attend_ladder(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
                        akv_partial *out);
+
+/* The same four rows at a time, for segments that akv_quad_fits. */
+bool akv_quad_fits(const akv_header *h);
+void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
+                             akv_partial *out);
+void akv_quad_take(akv_arena *arena, const akv_quad_sizes *sizes, akv_quad_scratch *scratch);
+void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_planes, akv_quad_table_room *room);
 
 /*
  * Queries of the task turned back to the span that `position` lies in, plane order, in scratch->turned; nothing is done

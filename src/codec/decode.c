@@ -63,16 +63,6 @@ static void decode_side(const akv_segment *segment, int side, uint32_t head, uin
     }
 }
 
-/* Level values of an n-bit number. */
-static float ladder_level(uint32_t number, uint32_t width)
-{
-    if (width == 1)
-        return number ? akv_lm1 : -akv_lm1;
-    if (width == 2)
-        return akv_levels_lloyd_max[number];
-    return number < 8 ? -akv_lm4[7 - number] : akv_lm4[number - 8];
-}
-
 /* Add the residual at place r of a group of g residuals to out [dim]. */
 static void add_ladder_residual(const akv_ladder_view *v, const akv_level_list *list, const uint16_t *coords, const uint8_t *group,
                                 uint32_t g, uint32_t r, float gain, float *out)
@@ -84,7 +74,7 @@ static void add_ladder_residual(const akv_ladder_view *v, const akv_level_list *
         uint32_t number = group[at >> 3] >> (at & 7);
         if ((at & 7) + width > 8)
             number |= (uint32_t)group[(at >> 3) + 1] << (8 - (at & 7));
-        float z = gain * akv_bf16_to_f32(v->sigmas[c]) * ladder_level(number & ((1u << width) - 1u), width);
+        float z = gain * akv_bf16_to_f32(v->sigmas[c]) * akv_level_value(number & ((1u << width) - 1u), width);
         if (c < v->basis_cols)
             for (uint32_t d = 0; d < v->basis_dim; d++)
                 out[coords ? coords[d] : d] += z * v->basis_scales[c] * (float)v->basis[(size_t)c * v->basis_dim + d];

@@ -8,23 +8,14 @@
 /* Number of the nearest level of an n-bit Lloyd-Max quantiser, ascending, and the level itself. */
 static uint32_t quantise(float x, uint32_t width, float *level)
 {
-    uint32_t negative = x < 0.0f;
-    float m = fabsf(x);
-    if (width == 1) {
-        *level = negative ? -akv_lm1 : akv_lm1;
-        return negative ? 0 : 1;
-    }
-    if (width == 2) {
-        float v = m < AKV_LLOYD_MAX_BOUND ? AKV_LLOYD_MAX_INNER : AKV_LLOYD_MAX_OUTER;
-        uint32_t i = m < AKV_LLOYD_MAX_BOUND ? 0 : 1;
-        *level = negative ? -v : v;
-        return negative ? 1 - i : 2 + i;
-    }
+    const uint32_t half = width == 1 ? 1 : width == 2 ? 2 : 8;
+    const float m = fabsf(x);
     uint32_t i = 0;
-    while (i < 7 && m >= 0.5f * (akv_lm4[i] + akv_lm4[i + 1]))
+    while (i + 1 < half && m >= 0.5f * (akv_level_value(half + i, width) + akv_level_value(half + i + 1, width)))
         i++;
-    *level = negative ? -akv_lm4[i] : akv_lm4[i];
-    return negative ? 7 - i : 8 + i;
+    const uint32_t number = x < 0.0f ? half - 1 - i : half + i;
+    *level = akv_level_value(number, width);
+    return number;
 }
 
 /* Squared error of the vector x [count] (in units of sigma) coded with a gain; *best = the gain that fits its codes best. */

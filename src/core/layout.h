@@ -54,10 +54,11 @@
  * Codes of LADDER. The residuals of one (head, block, side) are sorted into runs, one per level 1..L that occurs, tokens
  * ascending inside a run. A run of n residuals is: gains, ceil(n / 2) bytes, nibbles, gain = 2^((nibble - 8) / 3); then
  * groups of up to AKV_GROUP_LANES residuals. A group of g residuals takes ceil(g * b / 8) bytes, b being the level's bits
- * per residual (the sum of its table row): coordinate by coordinate (only those with bits), residual by residual, numbers of the
- * coordinate's bits, least significant first. A number c of n bits means gain * sigma * (level c of the n-bit Lloyd-Max
- * quantiser of the unit Gaussian, ascending). The coded vector is the residual in the transform's coordinates; for keys
- * AFTER the rotary embedding.
+ * per residual (the sum of its table row): coordinate by coordinate (those of 4 bits ascending, then of 2, then of 1: so
+ * equal widths are neighbours and a full group's coordinates of one width are whole words), residual by residual, numbers
+ * of the coordinate's bits, least significant first. A number c of n bits means gain * sigma * akv_level_value(c, n), the
+ * n-bit Lloyd-Max quantiser of the unit Gaussian rounded to whole steps, ascending. The coded vector is the residual in
+ * the transform's coordinates; for keys AFTER the rotary embedding.
  */
 #ifndef AKV_LAYOUT_H
 #define AKV_LAYOUT_H

@@ -238,7 +238,8 @@ static void unpack_group(const uint8_t *codes, uint32_t g, uint32_t dim, float i
 static void unpack_level(const uint8_t *codes, uint32_t g, const uint8_t *widths, uint32_t count, float *out)
 {
     float levels16[16];
-    akv_levels16(levels16);
+    for (uint32_t n = 0; n < 16; n++)
+        levels16[n] = akv_level_value(n, 4);
     if (g < AKV_GROUP_LANES) {
         uint64_t bit = 0;
         for (uint32_t i = 0; i < count; i++) {
@@ -251,7 +252,7 @@ static void unpack_level(const uint8_t *codes, uint32_t g, const uint8_t *widths
                     if ((at & 7) + width > 8)
                         n |= (uint32_t)codes[(at >> 3) + 1] << (8 - (at & 7));
                     n &= (1u << width) - 1u;
-                    level = width == 1 ? (n ? akv_lm1 : -akv_lm1) : width == 2 ? akv_levels_lloyd_max[n] : levels16[n];
+                    level = akv_level_value(n, width);
                 }
                 out[i * AKV_GROUP_LANES + r] = level;
             }
@@ -265,9 +266,9 @@ static void unpack_level(const uint8_t *codes, uint32_t g, const uint8_t *widths
             uint32_t word = codes[0] | (uint32_t)codes[1] << 8;
             u32x16 c = ((u32x16){0} + word) >> (u32x16){0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             u32x16 negative = (~c & 1u) << 31;
-            store_f32(o, (f32x16)(negative | akv_bits_f32(akv_lm1)));
+            store_f32(o, (f32x16)(negative | akv_bits_f32(AKV_LEVEL_UNIT1)));
         } else if (widths[i] == 2) {
-            unpack_group(codes, AKV_GROUP_LANES, 1, AKV_LLOYD_MAX_INNER, AKV_LLOYD_MAX_OUTER, o);
+            unpack_group(codes, AKV_GROUP_LANES, 1, akv_level_value(2, 2), akv_level_value(3, 2), o);
         } else {
             for (uint32_t b = 0; b < 8; b++) {
                 o[2 * b] = levels16[codes[b] & 15u];

@@ -92,6 +92,7 @@ bool ref_attend_row(const double *q, uint64_t n, const double *keys, const doubl
     /* a weight is off by tol_logit in its exponent, and so is the denominator; both sums and the products round besides
      */
     result->tol_out = sum > 0 ? mass / sum * (2 * tol_logit + 2 * ref_gamma((double)visible) + ref_gamma(dim_v)) : 0;
+    result->whole = 0;
     result->plain = plain_error(q, n, keys, dim_k, values, dim_v, bias, scale, cap, sink, top, out);
     free(logit);
     return true;
@@ -117,6 +118,52 @@ static bool gather(const akv_attend_params *params, int side, uint32_t head, dou
     return true;
 }
 
+/* Whether attention sums whole numbers over this segment. */
+static bool is_whole(const akv_segment *segment)
+{
+    const akv_header *h = akv_segment_data(segment, NULL);
+    return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER && h->sections[AKV_SEC_POSITIONS].offset == 0;
+}
+
+/*
+ * Adds to a row's tolerances what rounding to 16 bits may do. A weight off by e in its exponent moves the output by weight * e *
+ * (value - output), at first order.
+ */
+static bool add_whole(const akv_attend_params *params, ref_rounding *const *rounding, const double *q, const double *keys,
+                      const double *values, const double *out, ref_row_result *row)
+{
+    const uint32_t dk = params->head_dim_k, dv = params->head_dim_v;
+    const double mean = norm(out, dv), cap = params->logit_softcap;
+    double scaled[1024], largest = 0, moved = 0;
+    uint64_t at = 0;
+    for (uint32_t i = 0; i < dk; i++)
+        scaled[i] = params->sm_scale * q[i];
+    for (uint32_t s = 0; s < params->num_segments; s++) {
+        const uint64_t S = ((const akv_header *)akv_segment_data(params->segments[s], NULL))->num_tokens;
+        double *off = rounding[s] != NULL ? malloc(2 * S * sizeof *off) : NULL, *weight = off + S;
+        if (rounding[s] != NULL && off == NULL)
+            return false;
+        if (rounding[s] != NULL) {
+            ref_rounding_logits(rounding[s], scaled, off);
+            for (uint64_t t = 0; t < S; t++) {
+                double l = 0;
+                for (uint32_t i = 0; i < dk; i++)
+                    l += scaled[i] * keys[(at + t) * dk + i];
+                weight[t] = exp((cap > 0 ? cap * tanh(l / cap) : l) - row->lse);
+                largest = fmax(largest, off[t]);
+                moved += weight[t] * expm1(off[t]) * (norm(values + (at + t) * dv, dv) + mean);
+            }
+            moved += ref_rounding_out(rounding[s], weight);
+        }
+        free(off);
+        at += S;
+    }
+    row->whole = moved;
+    row->tol_out += moved;
+    row->tol_logit += largest;
+    return true;
+}
+
 bool ref_attend(const akv_attend_params *params, double *out, ref_row_result *rows)
 {
     uint32_t dk = params->head_dim_k, dv = params->head_dim_v, T = params->num_queries;
@@ -130,9 +177,13 @@ bool ref_attend(const akv_attend_params *params, double *out, ref_row_result *ro
     double *value_sizes = malloc((n + 1) * sizeof *value_sizes);
     double *bias = malloc((n + 1) * sizeof *bias);
     double *q = malloc(dk * sizeof *q);
-    bool ok = keys != NULL && values != NULL && key_sizes != NULL && value_sizes != NULL && bias != NULL && q != NULL;
+    ref_rounding **rounding = calloc(params->num_segments + 1, sizeof(ref_rounding *));
+    bool ok = rounding != NULL && keys != NULL && values != NULL && key_sizes != NULL && value_sizes != NULL && bias != NULL && q != NULL;
     for (uint32_t head = 0; ok && head < params->num_kv_heads; head++) {
         ok = gather(params, AKV_SIDE_K, head, keys, key_sizes) && gather(params, AKV_SIDE_V, head, values, value_sizes);
+        for (uint32_t s = 0; ok && s < params->num_segments; s++)
+            if (is_whole(params->segments[s]))
+                ok = (rounding[s] = ref_rounding_of(akv_segment_data(params->segments[s], NULL), head)) != NULL;
         for (uint32_t g = 0; ok && g < params->gqa_group; g++)
             for (uint32_t t = 0; ok && t < T; t++) {
                 uint32_t query_head = head * params->gqa_group + g;
@@ -149,9 +200,15 @@ bool ref_attend(const akv_attend_params *params, double *out, ref_row_result *ro
                 uint64_t row = (uint64_t)query_head * T + t;
                 ok = ref_attend_row(q, n, keys, key_sizes, dk, values, value_sizes, dv, bias, params->sm_scale,
                                     params->logit_softcap, params->sinks != NULL ? &params->sinks[query_head] : NULL,
-                                    out + row * dv, &rows[row]);
+                                    out + row * dv, &rows[row]) &&
+                     add_whole(params, rounding, q, keys, values, out + row * dv, &rows[row]);
             }
+        for (uint32_t s = 0; rounding != NULL && s < params->num_segments; s++) {
+            ref_rounding_free(rounding[s]);
+            rounding[s] = NULL;
+        }
     }
+    free(rounding);
     free(keys);
     free(values);
     free(key_sizes);

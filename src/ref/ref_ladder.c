@@ -5,10 +5,11 @@
 
 #include <stdlib.h>
 
-/* Lloyd-Max quantisers of the unit Gaussian, ascending; 4 decimals as published (test_ref checks that they are one). */
+/* Lloyd-Max quantisers of the unit Gaussian, ascending, as multiples of 0.7979, 0.15104 and 0.02622 (test_ref checks them). */
 const double ref_levels_1bit[2] = {-0.7979, 0.7979};
-const double ref_levels_4bit[16] = {-2.7326, -2.0690, -1.6181, -1.2562, -0.9424, -0.6568, -0.3881, -0.1284,
-                                    0.1284,  0.3881,  0.6568,  0.9424,  1.2562,  1.6181,  2.0690,  2.7326};
+const double ref_levels_2bit[4] = {-1.5104, -0.45312, 0.45312, 1.5104};
+const double ref_levels_4bit[16] = {-2.72688, -2.07138, -1.62564, -1.25856, -0.94392, -0.6555, -0.3933, -0.1311,
+                                    0.1311,   0.3933,   0.6555,   0.94392,  1.25856,  1.62564, 2.07138, 2.72688};
 
 static const void *section(const ref_view *view, int id)
 {
@@ -133,7 +134,7 @@ double ref_ladder_sigma(const ref_view *view, int side, uint32_t head, uint32_t 
 
 double ref_ladder_value(uint32_t number, uint32_t width)
 {
-    return width == 1 ? ref_levels_1bit[number] : width == 2 ? ref_levels[number] : ref_levels_4bit[number];
+    return width == 1 ? ref_levels_1bit[number] : width == 2 ? ref_levels_2bit[number] : ref_levels_4bit[number];
 }
 
 /* The codes of one run of n residuals of a level -> z [n, coords]; returns the bytes of the run. */
@@ -144,21 +145,25 @@ static uint64_t read_run(const ref_view *view, int side, uint32_t head, uint32_t
     uint64_t at = (n + 1) / 2; /* behind the gains */
     for (uint64_t first = 0; first < n; first += AKV_GROUP_LANES) {
         uint64_t g = n - first < AKV_GROUP_LANES ? n - first : AKV_GROUP_LANES, bit = 0;
-        for (uint32_t c = 0; c < coords; c++) {
-            uint32_t width = ref_ladder_bits(view, side, head, level, c);
-            for (uint64_t r = 0; r < g; r++, bit += width) {
-                double gain = exp2((number_at(run, (first + r) * 4, 4) - 8.0) / 3);
-                z[(first + r) * coords + c] = width == 0 ? 0
-                                                         : gain * ref_ladder_sigma(view, side, head, c) *
-                                                               ref_ladder_value(number_at(run + at, bit, width), width);
+        for (uint64_t i = first * coords; i < (first + g) * coords; i++)
+            z[i] = 0;
+        for (uint32_t width = 4; width >= 1; width /= 2) /* the widest coordinates come first */
+            for (uint32_t c = 0; c < coords; c++) {
+                if (ref_ladder_bits(view, side, head, level, c) != width)
+                    continue;
+                for (uint64_t r = 0; r < g; r++, bit += width) {
+                    double gain = exp2((number_at(run, (first + r) * 4, 4) - 8.0) / 3);
+                    z[(first + r) * coords + c] = gain * ref_ladder_sigma(view, side, head, c) *
+                                                  ref_ladder_value(number_at(run + at, bit, width), width);
+                }
             }
-        }
         at += (g * bits + 7) / 8;
     }
     return at;
 }
 
-bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
+/* z [S, coords] and gain [S], either may be NULL. */
+static bool read_codes(const ref_view *view, int side, uint32_t head, double *z, double *gain)
 {
     const akv_header *h = view->header;
     uint32_t coords = ref_ladder_coords(view, side);
@@ -167,26 +172,46 @@ bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
     double *run_z = malloc((AKV_BLOCK_TOKENS * (uint64_t)coords + 1) * sizeof *run_z);
     if (run_z == NULL)
         return false;
-    memset(z, 0, S * coords * sizeof *z);
+    for (uint64_t i = 0; z != NULL && i < S * coords; i++)
+        z[i] = 0;
     for (uint64_t b = 0; b < blocks; b++) {
         const uint8_t *run = section(view, AKV_SEC_CODES);
         run += offsets[(head * blocks + b) * 2 + (uint64_t)side];
         uint64_t t0 = b * AKV_BLOCK_TOKENS, end = t0 + AKV_BLOCK_TOKENS < S ? t0 + AKV_BLOCK_TOKENS : S;
+        for (uint64_t t = t0; gain != NULL && t < end; t++)
+            gain[t] = 0;
         for (uint32_t l = 1; l <= h->num_levels; l++) {
             uint64_t n = 0;
             for (uint64_t t = t0; t < end; t++)
                 n += ref_ladder_level(view, side, head, t) == l;
             if (n == 0)
                 continue;
+            const uint8_t *gains = run;
             run += read_run(view, side, head, l, run, n, run_z);
             uint64_t i = 0;
-            for (uint64_t t = t0; t < end; t++)
-                if (ref_ladder_level(view, side, head, t) == l)
-                    memcpy(z + t * coords, run_z + i++ * coords, coords * sizeof *z);
+            for (uint64_t t = t0; t < end; t++) {
+                if (ref_ladder_level(view, side, head, t) != l)
+                    continue;
+                if (z != NULL)
+                    memcpy(z + t * coords, run_z + i * coords, coords * sizeof *z);
+                if (gain != NULL)
+                    gain[t] = exp2((number_at(gains, i * 4, 4) - 8.0) / 3);
+                i++;
+            }
         }
     }
     free(run_z);
     return true;
+}
+
+bool ref_ladder_coded(const ref_view *view, int side, uint32_t head, double *z)
+{
+    return read_codes(view, side, head, z, NULL);
+}
+
+bool ref_ladder_gains(const ref_view *view, int side, uint32_t head, double *gain)
+{
+    return read_codes(view, side, head, NULL, gain);
 }
 
 static double norm(const double *x, uint32_t n)

@@ -223,24 +223,26 @@ static void utility_is_the_derivative(void)
 
 /*
  * The tables of the reference are Lloyd-Max quantisers: every level is the mean of the unit Gaussian between the middles to
- * its neighbours. Four decimals are given, so the fixed point holds within a digit of the last one.
+ * its neighbours. Four decimals are given, so the fixed point holds within a digit of the last one; the levels of the ladder are
+ * whole steps, so it holds within half a step of theirs, and costs no more than a thousandth of the error.
  */
 static void lloyd_max(void)
 {
-    const double *tables[3] = {ref_levels_1bit, ref_levels, ref_levels_4bit};
-    const int sizes[3] = {2, 4, 16};
-    const double published[3] = {0.3634, 0.1175, 0.009497}; /* mean squared error left */
-    for (int w = 0; w < 3; w++) {
+    const double *tables[4] = {ref_levels_1bit, ref_levels, ref_levels_2bit, ref_levels_4bit};
+    const int sizes[4] = {2, 4, 4, 16};
+    const double published[4] = {0.3634, 0.1175, 0.1175, 0.009497}; /* mean squared error left */
+    const double step[4] = {0, 0, 0.00064, 0.02622};                /* 0.15104 / 0.45312 meets the ratio of 3 : 10 closely */
+    for (int w = 0; w < 4; w++) {
         double error = 1;
         for (int i = 0; i < sizes[w]; i++) {
             double low = i == 0 ? -12 : (tables[w][i - 1] + tables[w][i]) / 2;
             double high = i == sizes[w] - 1 ? 12 : (tables[w][i] + tables[w][i + 1]) / 2;
             double mass = 0.5 * (erf(high / sqrt(2)) - erf(low / sqrt(2)));
             double mean = (exp(-low * low / 2) - exp(-high * high / 2)) / sqrt(2 * 3.14159265358979) / mass;
-            CHECK_NEAR(tables[w][i], mean, 2e-4, "level %d of %d", i, sizes[w]);
+            CHECK_NEAR(tables[w][i], mean, step[w] / 2 + 2e-4, "level %d of %d", i, sizes[w]);
             error -= mass * (2 * tables[w][i] * mean - tables[w][i] * tables[w][i]);
         }
-        CHECK_NEAR(error, published[w], 1e-4 * published[w] + 1e-5, "distortion of %d levels", sizes[w]);
+        CHECK_NEAR(error, published[w], 1e-3 * published[w] + 1e-5, "distortion of %d levels", sizes[w]);
     }
 }
 

@@ -1,0 +1,403 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * ladder_quad.c - attention over one range of a segment in the LADDER coding, four query rows at a time, in whole numbers
+ * (kernels/quad.h). Nothing is rebuilt: anchor logits from the bytes of the anchors, residual logits and value residuals in
+ * the coordinates of each level, value anchors through one weight per anchor.
+ *
+ * What goes through the loop per block of 1024 tokens is the block's logits, 16 KiB, and the tables of the range.
+ */
+#include "attn/attend.h"
+#include "core/ladder.h"
+#include "core/rope.h"
+#include "kernels/quad.h"
+
+/* Tables that all tasks of a call share (akv_turn_table). */
+typedef struct quad_range {
+    const akv_task *task;
+    const akv_quad_kernels *kernels;
+    const akv_header *header;
+    const akv_turn_table *table;
+    const uint16_t *coords;
+    akv_quad_scratch *s;
+    akv_ladder_view side[AKV_SIDES];
+    akv_quad_shape shape;
+    akv_level_list *lists[AKV_SIDES]; /* [levels] */
+    akv_quad_level level[AKV_SIDES][AKV_MAX_LEVELS];
+    float anchor_scale[AKV_QUAD_ROWS];
+    float mean_rest[AKV_QUAD_ROWS];
+    uint32_t rows; /* 1..4 of the quad that exist */
+} quad_range;
+
+bool akv_quad_fits(const akv_header *h)
+{
+    return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER && h->sections[AKV_SEC_POSITIONS].offset == 0 &&
+           h->head_dim[0] <= AKV_QUAD_MAX_DIM && h->head_dim[1] <= AKV_QUAD_MAX_DIM && h->index_bits <= 20;
+}
+
+void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *s)
+{
+    const uint64_t width = 2 * (uint64_t)n->padded_planes + n->padded_rest;
+    s->rows = AKV_TAKE(arena, float, 16 * (uint64_t)n->padded_planes);
+    s->query16 = AKV_TAKE(arena, int16_t, width * AKV_QUAD_ROWS);
+    s->mean_rows = AKV_TAKE(arena, float, 8 * (uint64_t)n->padded_planes);
+    s->phase = AKV_TAKE(arena, double, 2 * (uint64_t)n->padded_planes);
+    s->logits = AKV_TAKE(arena, float, (uint64_t)AKV_BLOCK_TOKENS * AKV_QUAD_ROWS);
+    s->hist = AKV_TAKE(arena, float, (uint64_t)n->anchors * AKV_QUAD_ROWS);
+    for (int side = 0; side < AKV_SIDES; side++)
+        s->anchor_scales[side] = AKV_TAKE(arena, float, n->anchors);
+    s->queries = AKV_TAKE(arena, int8_t, n->levels * (n->dim / 4 + 3) * 32); /* three widths round up */
+    s->bias = AKV_TAKE(arena, int32_t, n->levels * 8);
+    s->query_scale = AKV_TAKE(arena, float, n->levels * AKV_QUAD_ROWS);
+    s->sums = AKV_TAKE(arena, float, n->levels * (n->dim / 4 + 3) * 64);
+    s->slots = AKV_TAKE(arena, uint16_t, AKV_BLOCK_TOKENS);
+    s->run = AKV_TAKE(arena, uint8_t, 24576);
+    s->coords = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
+    s->vectors = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
+}
+
+static int8_t *level_query(const quad_range *c, uint32_t l)
+{
+    return c->s->queries + (size_t)l * (c->s->dim / 4 + 3) * 32;
+}
+
+static float *level_sums(const quad_range *c, uint32_t l)
+{
+    return c->s->sums + (size_t)l * (c->s->dim / 4 + 3) * 64;
+}
+
+/*
+ * Queries in the units of the anchors' bytes, plane order, counted in steps of anchor_scale: as fine as the sums allow. A sum
+ * of the kernel runs over every eighth pair of coordinates of a turned anchor whose planes are at most 23171 long (128 * 128 *
+ * sqrt 2), so the planes' lengths in steps may add up to (2^31 - 1) / 23171 = 92681; rounding takes a step a plane at most.
+ */
+static void prepare_anchors(quad_range *c, const float *query, const uint16_t *mean)
+{
+    const akv_header *h = c->header;
+    const akv_quad_shape *shape = &c->shape;
+    const uint32_t P = shape->planes, PP = shape->padded_planes, dim = shape->dim;
+    const uint16_t *units = c->side[AKV_SIDE_K].units;
+    float *first = c->s->rows, *second = c->s->rows + 8 * (size_t)PP;
+    memset(first, 0, 16 * (size_t)PP * sizeof *first);
+    memset(c->s->query16, 0, (size_t)akv_quad_width(shape) * AKV_QUAD_ROWS * sizeof *c->s->query16);
+    for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
+        const float *q = query + (size_t)r * dim;
+        float sum[4] = {0}, largest = 0.0f, rest = 0.0f;
+        for (uint32_t j = 0; j < P; j++) {
+            const uint32_t a = akv_plane_first(shape->style, j), b = akv_plane_second(shape->style, 2 * P, j);
+            const float unit = akv_bf16_to_f32(units[a]), magnitude = (float)h->magnitude;
+            const float x0 = q[a] * magnitude, x1 = q[b] * magnitude, m0 = akv_bf16_to_f32(mean[a]), m1 = akv_bf16_to_f32(mean[b]);
+            const float even = x0 * m0 + x1 * m1, odd = x1 * m0 - x0 * m1;
+            const float co = c->table->middle[j], si = c->table->middle[PP + j];
+            const float length = sqrtf(x0 * x0 + x1 * x1) * fabsf(unit);
+            first[r * PP + j] = x0 * unit;
+            second[r * PP + j] = x1 * unit;
+            first[(4 + r) * PP + j] = even * co + odd * si;
+            second[(4 + r) * PP + j] = odd * co - even * si;
+            sum[j % 8 / 2] += length;
+            largest = length > largest ? length : largest;
+        }
+        for (uint32_t i = 0; i < shape->rest; i++) {
+            const float x = q[2 * P + i], length = fabsf(x * akv_bf16_to_f32(units[2 * P + i]));
+            rest += x * akv_bf16_to_f32(mean[2 * P + i]);
+            sum[i % 8 / 2] += length;
+            largest = length > largest ? length : largest;
+        }
+        float step = largest / 32700.0f, all = 0.0f;
+        for (uint32_t e = 0; e < 4; e++) {
+            const float fit = sum[e] / (92600.0f - (float)(dim / 4 + 8));
+            step = fit > step ? fit : step;
+            all += sum[e];
+        }
+        const float inverse = step > 1e-30f && isfinite(all) ? 1.0f / step : 0.0f;
+        c->anchor_scale[r] = !isfinite(all) ? NAN : inverse == 0.0f ? 0.0f : step / 128.0f;
+        c->mean_rest[r] = rest;
+        for (uint32_t j = 0; j < PP; j++) {
+            first[r * PP + j] = inverse == 0.0f ? 0.0f : first[r * PP + j] * inverse;
+            second[r * PP + j] = inverse == 0.0f ? 0.0f : second[r * PP + j] * inverse;
+        }
+        for (uint32_t i = 0; i < shape->rest && inverse != 0.0f; i++)
+            c->s->query16[8 * (size_t)PP + i / 8 * 32 + r * 8 + i % 8] =
+                (int16_t)rintf(q[2 * P + i] * akv_bf16_to_f32(units[2 * P + i]) * inverse);
+    }
+}
+
+/* The queries in the coordinates of each key level, 16 bits each. */
+static void prepare_levels(quad_range *c, const float *query)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    const uint32_t dim = v->dim;
+    float *z = c->s->coords, *ordered = c->s->vectors; /* [coords][4]; [4][basis_dim] */
+    for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+        for (uint32_t i = 0; i < v->basis_dim; i++)
+            ordered[(size_t)r * v->basis_dim + i] = query[(size_t)r * dim + c->coords[i]];
+    c->kernels->bytes_dot(ordered, v->basis, v->basis_cols, v->basis_dim, z);
+    for (uint32_t i = 0; i < v->num_coords; i++) {
+        const float sigma = akv_bf16_to_f32(v->sigmas[i]) * (i < v->basis_cols ? v->basis_scales[i] : 1.0f);
+        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+            z[i * 4 + r] = sigma * (i < v->basis_cols ? z[i * 4 + r]
+                                                      : query[(size_t)r * dim + c->coords[v->basis_dim + i - v->basis_cols]]);
+    }
+    for (uint32_t l = 0; l < v->num_levels; l++)
+        c->kernels->quantise_level(z, &c->lists[AKV_SIDE_K][l], level_query(c, l), c->s->bias + l * 8, c->s->query_scale + l * 4);
+}
+
+static void prepare_side(quad_range *c, int side)
+{
+    const akv_ladder_view *v = &c->side[side];
+    for (uint32_t l = 0; l < v->num_levels; l++) {
+        akv_level_list *list = &c->lists[side][l];
+        akv_ladder_list(v, l + 1, list);
+        akv_quad_level *level = &c->level[side][l];
+        memcpy(level->by_width, list->by_width, sizeof level->by_width);
+        level->bits = list->bits;
+        level->fours = akv_quad_fours(list->by_width);
+    }
+    for (uint32_t a = 0; a < v->num_anchors; a++)
+        c->s->anchor_scales[side][a] = akv_f16_to_f32(v->anchor_scales[a]);
+}
+
+/* Anchors and weights of the tile at token t0. */
+static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n, uint32_t *anchor, float *weight)
+{
+    const akv_ladder_view *v = &c->side[side];
+    c->kernels->unpack_anchors(v->index + t0 / 8 * v->index_bits, v->index_bits, v->coeff + t0 / 2, c->s->anchor_scales[side], n,
+                               anchor, weight);
+}
+
+static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    const uint32_t P = c->shape.planes, PP = c->shape.padded_planes;
+    uint32_t anchor[AKV_QUAD_TILE];
+    float weight[AKV_QUAD_TILE];
+    for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
+        const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
+        float *logits = c->s->logits + (size_t)t * 4;
+        /* on to the next tile each time: a range's products in double lose less than 1e-13 */
+        c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
+        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, P, c->mean_rest, logits);
+        tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
+        c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
+                                  logits);
+    }
+}
+
+static void residuals(const quad_range *c, int side, uint64_t block, uint32_t n)
+{
+    const akv_ladder_view *v = &c->side[side];
+    uint32_t first[AKV_MAX_LEVELS + 2];
+    const uint8_t *run = v->codes + v->offsets[block * 2];
+    c->kernels->sort_levels(v->levels + block * (AKV_BLOCK_TOKENS / 8), v->plane_bytes, v->planes, n, v->num_levels, c->s->slots, first);
+    for (uint32_t l = 0; l < v->num_levels; l++) {
+        const uint32_t count = first[l + 2] - first[l + 1];
+        const akv_quad_level *level = &c->level[side][l];
+        if (count == 0)
+            continue;
+        const uint16_t *slots = c->s->slots + first[l + 1];
+        if (side == AKV_SIDE_K)
+            c->kernels->code_dots(run, count, level, level_query(c, l), c->s->bias + l * 8, c->s->query_scale + l * 4, slots,
+                                  c->s->logits);
+        else
+            c->kernels->code_sums(run, count, level, slots, c->s->logits, c->s->run, level_sums(c, l));
+        run += akv_run_bytes(count, level->bits);
+    }
+}
+
+/*
+ * The running softmax of a quad. Weights are relative to base, which follows the maximum only when that has run away by
+ * more than HEADROOM: then earlier sums must be multiplied, which is rare; exp(HEADROOM) times a sum fits fp32 easily.
+ */
+#define HEADROOM 8.0f
+typedef struct quad_softmax {
+    float max[AKV_QUAD_ROWS];
+    float base[AKV_QUAD_ROWS]; /* finite; meaningless while max is minus infinity */
+    float sum[AKV_QUAD_ROWS];
+} quad_softmax;
+
+/* Logits of the block -> weights. True: earlier sums must be multiplied by shrink[r]. */
+static bool block_weights(const quad_range *c, uint32_t n, quad_softmax *f, float *shrink)
+{
+    const float cap = (float)c->task->params->logit_softcap;
+    const uint32_t slots = (uint32_t)akv_round_up(n, 16);
+    float *x = c->s->logits;
+    for (uint32_t i = 0; cap != 0.0f && i < slots * 4; i++)
+        x[i] = cap * tanhf(x[i] / cap);
+    for (uint32_t t = n; t < slots; t++)
+        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+            x[(size_t)akv_quad_slot(t) * 4 + r] = -INFINITY;
+    bool any = false;
+    float before[AKV_QUAD_ROWS];
+    memcpy(before, f->max, sizeof before);
+    c->kernels->row_max(x, slots, f->max);
+    for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
+        shrink[r] = 1.0f;
+        if (f->max[r] == -INFINITY || (before[r] != -INFINITY && f->max[r] <= f->base[r] + HEADROOM))
+            continue; /* where only NaN came by, the base of 0 keeps it in the sum */
+        shrink[r] = before[r] == -INFINITY ? 1.0f : expf(f->base[r] - f->max[r]);
+        any |= before[r] != -INFINITY;
+        f->base[r] = f->max[r];
+        f->sum[r] *= shrink[r];
+    }
+    c->kernels->exp_sum(x, slots, f->base, f->sum);
+    return any;
+}
+
+static void shrink_sums(const quad_range *c, const float *shrink)
+{
+    float *hist = c->s->hist;
+    for (uint32_t a = 0; a < c->header->num_anchors; a++)
+        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+            hist[a * 4 + r] *= shrink[r];
+    for (uint32_t l = 0; l < c->header->num_levels; l++) {
+        float *sums = level_sums(c, l);
+        for (uint32_t i = 0; i < c->level[AKV_SIDE_V][l].fours * 64; i++)
+            sums[i] *= shrink[i / 16 % 4];
+    }
+}
+
+/* Value anchors and value residuals back to the value space: acc [rows][d_v]. */
+static void finish(const quad_range *c, float *acc)
+{
+    static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
+    const akv_ladder_view *v = &c->side[AKV_SIDE_V];
+    const uint32_t dv = v->dim;
+    float *out = c->s->vectors, *z = c->s->coords; /* [4][dv]; [coords][4] */
+    float *folded = (float *)(void *)c->s->run;    /* [fours * 4][4] */
+    memset(out, 0, AKV_QUAD_ROWS * (size_t)dv * sizeof *out);
+    c->kernels->bytes_sum(c->s->hist, v->anchors, v->num_anchors, dv, out);
+    for (uint32_t r = 0; r < c->rows; r++)
+        for (uint32_t i = 0; i < dv; i++)
+            acc[(size_t)r * dv + i] = out[(size_t)r * dv + i] * akv_bf16_to_f32(v->units[i]);
+
+    memset(z, 0, AKV_QUAD_ROWS * (size_t)v->num_coords * sizeof *z);
+    for (uint32_t l = 0; l < v->num_levels; l++) {
+        const akv_level_list *list = &c->lists[AKV_SIDE_V][l];
+        const float *at = folded;
+        c->kernels->fold_sums(level_sums(c, l), c->level[AKV_SIDE_V][l].fours, folded);
+        for (uint32_t w = 0, i = 0; w < 3; w++) {
+            for (uint32_t n = 0; n < list->by_width[w]; n++)
+                for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+                    z[list->coord[i + n] * 4 + r] += unit_of[w] * at[n * 4 + r];
+            i += list->by_width[w];
+            at += akv_round_up(list->by_width[w], 4) * 4;
+        }
+    }
+    for (uint32_t i = 0; i < v->num_coords; i++) {
+        const float sigma = akv_bf16_to_f32(v->sigmas[i]) * (i < v->basis_cols ? v->basis_scales[i] : 1.0f);
+        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
+            z[i * 4 + r] *= sigma;
+    }
+    memset(out, 0, AKV_QUAD_ROWS * (size_t)dv * sizeof *out);
+    c->kernels->bytes_sum(z, v->basis, v->basis_cols, v->basis_dim, out); /* [4][basis_dim] */
+    for (uint32_t r = 0; r < c->rows; r++) {
+        for (uint32_t i = 0; i < v->basis_dim; i++)
+            acc[(size_t)r * dv + i] += out[(size_t)r * v->basis_dim + i];
+        for (uint32_t i = v->basis_dim; i < dv; i++) /* coordinates without a basis */
+            acc[(size_t)r * dv + i] += z[(v->basis_cols + i - v->basis_dim) * 4 + r];
+    }
+}
+
+void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *s,
+                             akv_partial *out)
+{
+    const akv_header *h = akv_header_of(segment);
+    const uint32_t dk = h->head_dim[AKV_SIDE_K], dv = h->head_dim[AKV_SIDE_V];
+    const uint16_t *mean = (const uint16_t *)akv_section_of(segment, AKV_SEC_MEAN) + (size_t)task->kv_head * dk;
+    const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
+    quad_range c;
+    c.task = task;
+    c.kernels = akv_quad_best();
+    c.header = h;
+    c.table = table;
+    c.coords = akv_section_of(segment, AKV_SEC_COORDS);
+    c.s = &s->quad;
+    c.shape = akv_quad_shape_of(dk, h->rotary_dim, (akv_rope_style)h->rope_style);
+    for (int side = 0; side < AKV_SIDES; side++) {
+        c.side[side] = akv_view_ladder(segment, side, task->kv_head);
+        c.lists[side] = s->lists[side];
+        prepare_side(&c, side);
+    }
+    akv_load_queries(task, s);
+    for (size_t i = 0; i < (size_t)task->rows * dk; i++)
+        s->query[i] *= (float)task->params->sm_scale;
+
+    for (uint32_t row0 = 0; row0 < task->rows; row0 += AKV_QUAD_ROWS) {
+        float query[AKV_QUAD_ROWS * AKV_QUAD_MAX_DIM];
+        quad_softmax f;
+        c.rows = task->rows - row0 < AKV_QUAD_ROWS ? task->rows - row0 : AKV_QUAD_ROWS;
+        memset(query, 0, AKV_QUAD_ROWS * (size_t)dk * sizeof *query);
+        memcpy(query, s->query + (size_t)row0 * dk, (size_t)c.rows * dk * sizeof *query);
+        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
+            f.max[r] = -INFINITY;
+            f.base[r] = f.sum[r] = 0.0f;
+        }
+        prepare_anchors(&c, query, mean);
+        prepare_levels(&c, query);
+        memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));
+        memset(c.s->sums, 0, h->num_levels * (size_t)(c.s->dim / 4 + 3) * 64 * sizeof(float));
+        memset(c.s->phase, 0, 2 * (size_t)c.shape.padded_planes * sizeof(double));
+        akv_rope_phase(inv_freq, c.shape.planes, (int64_t)h->first_position + (int64_t)task->begin, c.s->phase,
+                       c.s->phase + c.shape.padded_planes);
+
+        for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
+            const uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
+            const uint64_t block = b0 / AKV_BLOCK_TOKENS;
+            float shrink[AKV_QUAD_ROWS];
+            anchor_logits(&c, b0, n);
+            residuals(&c, AKV_SIDE_K, block, n);
+            if (block_weights(&c, n, &f, shrink))
+                shrink_sums(&c, shrink);
+            for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
+                const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
+                uint32_t anchor[AKV_QUAD_TILE];
+                float weight[AKV_QUAD_TILE];
+                tile_anchors(&c, AKV_SIDE_V, b0 + t, in_tile, anchor, weight);
+                c.kernels->histogram(anchor, weight, in_tile, c.s->logits + (size_t)t * 4, c.s->hist);
+            }
+            residuals(&c, AKV_SIDE_V, block, n);
+        }
+        finish(&c, out->acc + (size_t)row0 * dv);
+        for (uint32_t r = 0; r < c.rows; r++) { /* relative to the maximum, as every part is */
+            const float down = f.max[r] == -INFINITY ? 1.0f : expf(f.base[r] - f.max[r]);
+            out->max[row0 + r] = f.max[r];
+            out->sum[row0 + r] = f.sum[r] * down;
+            for (uint32_t i = 0; i < dv; i++)
+                out->acc[(size_t)(row0 + r) * dv + i] *= down;
+        }
+    }
+}
+
+void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_planes, akv_quad_table_room *room)
+{
+    const uint32_t PP = padded_planes;
+    memset(room->turn16, 0, AKV_QUAD_TILE * 2 * (size_t)PP * sizeof *room->turn16);
+    for (uint32_t j = 0; j < PP; j++) { /* padding: no turn */
+        room->step[j] = 1.0;
+        room->step[PP + j] = 0.0;
+        room->middle[j] = 1.0f;
+        room->middle[PP + j] = 0.0f;
+    }
+    for (uint32_t j = 0; j < planes; j++) {
+        /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */
+        const double co = cos(inv_freq[j]), si = sin(inv_freq[j]), half_co = cos(0.5 * inv_freq[j]), half_si = sin(0.5 * inv_freq[j]);
+        double x = 1.0, y = 0.0;
+        for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
+            int16_t *turn = room->turn16 + ((size_t)o * PP / 32 + j / 32) * 64 + j % 32;
+            turn[0] = (int16_t)lrint(x * (1 << AKV_QUAD_TURN_BITS));
+            turn[32] = (int16_t)lrint(y * (1 << AKV_QUAD_TURN_BITS));
+            if (o < 32) { /* (o + 1/2) theta */
+                room->mean[(size_t)j * 64 + o] = (float)(x * half_co - y * half_si);
+                room->mean[(size_t)j * 64 + 32 + o] = (float)(y * half_co + x * half_si);
+            }
+            if (o == 31) {
+                room->middle[j] = (float)(x * half_co - y * half_si);
+                room->middle[PP + j] = (float)(y * half_co + x * half_si);
+            }
+            const double next = x * co - y * si;
+            y = x * si + y * co;
+            x = next;
+        }
+        room->step[j] = x;
+        room->step[PP + j] = y;
+    }
+}
