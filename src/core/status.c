@@ -113,7 +113,7 @@ void akv_experiment_init_default(akv_experiment *experiment)
     experiment->pool_tokens = 12;
     experiment->pool_weight = 0.3;
     experiment->incoherent = 0.6;
-    experiment->floor = 0.5;
+    experiment->floor = 0.3;
     experiment->value_boost = 3.0;
     experiment->query_mix = 0.4;
     experiment->slow_angle = 6.0;
