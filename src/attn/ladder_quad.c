@@ -250,8 +250,9 @@ static void shrink_sums(const quad_range *c, const float *shrink)
             hist[a * 4 + r] *= shrink[r];
     for (uint32_t l = 0; l < c->header->num_levels; l++) {
         float *sums = level_sums(c, l);
-        for (uint32_t i = 0; i < c->level[AKV_SIDE_V][l].fours * 64; i++)
-            sums[i] *= shrink[i / 16 % 4];
+        for (uint32_t i = 0; i < c->level[AKV_SIDE_V][l].fours * 4; i++)
+            for (uint32_t k = 0; k < 16; k++)
+                sums[i * 16 + k] *= shrink[i % 4];
     }
 }
 

@@ -107,7 +107,7 @@ typedef struct akv_quad_kernels {
 
     /*
      * Tokens of a block by level (akv_ladder_sort, but slots instead of places): slots[first[l] .. first[l + 1]) are those of
-     * level l, tokens ascending. levels: first byte of the block in plane 0; n <= AKV_BLOCK_TOKENS; first has num_levels + 2 entries;
+     * level l >= 1, tokens ascending; those of level 0 are not listed (first[0] = first[1] = 0). levels: first byte of the block in plane 0; n <= AKV_BLOCK_TOKENS; first has num_levels + 2 entries;
      * slots has room for AKV_BLOCK_TOKENS. Reads ceil(n / 8) bytes of each plane.
      */
     void (*sort_levels)(const uint8_t *levels, uint64_t plane_bytes, uint32_t planes, uint32_t n, uint32_t num_levels,
@@ -160,11 +160,5 @@ extern const akv_quad_kernels akv_quad_avx512; /* F, BW, DQ, VL, VBMI, VBMI2, VN
 
 /* The fastest variant of this machine below the cap (see akv_kernels_best). */
 const akv_quad_kernels *akv_quad_best(void);
-
-/*
- * The last group of a run, g < 16 residuals, as a full group whose other residuals are 0 bits. out has room for 2 * bits bytes
- * and 8 more. Reads ceil(g * bits / 8) bytes.
- */
-void akv_quad_full_group(const uint8_t *codes, uint32_t g, const akv_quad_level *level, uint8_t *out);
 
 #endif

@@ -118,37 +118,27 @@ static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t pl
         level[t] = (uint8_t)l;
         count[l]++;
     }
-    for (uint32_t l = 0; l <= num_levels; l++) {
+    first[0] = 0;
+    for (uint32_t l = 1; l <= num_levels; l++) {
         first[l] = at[l] = sum;
         sum += count[l];
     }
     first[num_levels + 1] = sum;
     for (uint32_t t = 0; t < n; t++)
-        slots[at[level[t]]++] = (uint16_t)akv_quad_slot(t);
+        if (level[t] != 0)
+            slots[at[level[t]]++] = (uint16_t)akv_quad_slot(t);
 }
 
-void akv_quad_full_group(const uint8_t *codes, uint32_t g, const akv_quad_level *level, uint8_t *out)
+/* The last group of a run, g < 16 residuals, as a full group whose other residuals are 0 bits. */
+static void fill_group(const uint8_t *codes, uint32_t g, const akv_quad_level *level, uint8_t *out)
 {
-    uint32_t bit = 0;
-    const uint32_t end = (g * level->bits + 7) / 8;
+    uint64_t bit = 0;
+    memset(out, 0, 2 * (size_t)level->bits);
     for (uint32_t w = 0; w < 3; w++) {
         const uint32_t width = 4u >> w;
-        const uint64_t mask = (UINT64_C(1) << g * width) - 1;
-        for (uint32_t i = 0; i < level->by_width[w]; i++, bit += g * width, out += 2 * width) {
-            uint64_t word = 0;
-            if (bit / 8 + 8 <= end) {
-                memcpy(&word, codes + bit / 8, 8); /* g * width <= 60, and up to 7 bits of its first byte are another's */
-                word >>= bit & 7;
-                if ((bit & 7) + g * width > 64)
-                    word |= (uint64_t)codes[bit / 8 + 8] << (64 - (bit & 7));
-            } else {
-                for (uint32_t b = bit / 8; b < end; b++)
-                    word |= (uint64_t)codes[b] << (b - bit / 8) * 8;
-                word >>= bit & 7;
-            }
-            word &= mask;
-            memcpy(out, &word, 8); /* little-endian; what it writes too much is the next coordinate's place */
-        }
+        for (uint32_t i = 0; i < level->by_width[w]; i++, out += 2 * width)
+            for (uint32_t b = 0; b < g * width; b++, bit++)
+                out[b / 8] |= (uint8_t)((codes[bit / 8] >> (bit & 7) & 1) << (b & 7));
     }
 }
 
@@ -173,7 +163,7 @@ static const uint8_t *full_group(const uint8_t *run, uint32_t n, uint32_t at, co
     const uint8_t *codes = run + (n + 1) / 2 + (size_t)(at / AKV_GROUP_LANES) * 2 * level->bits;
     if (n - at >= AKV_GROUP_LANES)
         return codes;
-    akv_quad_full_group(codes, n - at, level, room);
+    fill_group(codes, n - at, level, room);
     return room;
 }
 
@@ -212,7 +202,7 @@ static void quantise_level(const float *z, const akv_level_list *list, int8_t *q
 static void code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *query, const int32_t *bias,
                       const float *scale, const uint16_t *slots, float *logits)
 {
-    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 8];
+    uint8_t room[AKV_QUAD_MAX_DIM * 8];
     for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
         const uint8_t *group = full_group(run, n, at, level, room);
         int32_t high[AKV_QUAD_ROWS][AKV_GROUP_LANES] = {{0}}, low[AKV_QUAD_ROWS][AKV_GROUP_LANES] = {{0}};
@@ -257,9 +247,9 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
     }
     const uint8_t *groups = run + (n + 1) / 2;
     const uint32_t full = n / AKV_GROUP_LANES;
-    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 8];
+    uint8_t room[AKV_QUAD_MAX_DIM * 8];
     if (n % AKV_GROUP_LANES != 0)
-        akv_quad_full_group(groups + (size_t)full * 2 * level->bits, n % AKV_GROUP_LANES, level, room);
+        fill_group(groups + (size_t)full * 2 * level->bits, n % AKV_GROUP_LANES, level, room);
     uint32_t offset = 0, four = 0;
     for (uint32_t w = 0; w < 3; w++) {
         const uint32_t width = 4u >> w;
