@@ -167,7 +167,7 @@ static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n,
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
-    const uint32_t P = c->shape.planes, PP = c->shape.padded_planes;
+    const uint32_t PP = c->shape.padded_planes;
     uint32_t anchor[AKV_QUAD_TILE];
     float weight[AKV_QUAD_TILE];
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
@@ -175,11 +175,24 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
         float *logits = c->s->logits + (size_t)t * 4;
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
-        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, P, c->mean_rest, logits);
+        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
         tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
         c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
                                   logits);
     }
+}
+
+/* The codes of a block and side towards the caches: value codes are read in strides, which no hardware guesses. */
+static void fetch_codes(const quad_range *c, int side, uint64_t block)
+{
+#if defined(__GNUC__)
+    const akv_ladder_view *v = &c->side[side];
+    const uint8_t *end = v->codes + v->offsets[block * 2 + 1];
+    for (const uint8_t *at = v->codes + v->offsets[block * 2]; at < end; at += 64)
+        __builtin_prefetch(at, 0, 2);
+#else
+    (void)c, (void)side, (void)block;
+#endif
 }
 
 static void residuals(const quad_range *c, int side, uint64_t block, uint32_t n)
@@ -344,7 +357,9 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
             const uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
             const uint64_t block = b0 / AKV_BLOCK_TOKENS;
             float shrink[AKV_QUAD_ROWS];
+            fetch_codes(&c, AKV_SIDE_K, block);
             anchor_logits(&c, b0, n);
+            fetch_codes(&c, AKV_SIDE_V, block);
             residuals(&c, AKV_SIDE_K, block, n);
             if (block_weights(&c, n, &f, shrink))
                 shrink_sums(&c, shrink);
@@ -377,6 +392,16 @@ void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_pl
         room->step[PP + j] = 0.0;
         room->middle[j] = 1.0f;
         room->middle[PP + j] = 0.0f;
+    }
+    memset(room->moments, 0, 6 * (size_t)PP * sizeof *room->moments);
+    room->fast = planes;
+    while (room->fast > 0 && 31.5 * fabs(inv_freq[room->fast - 1]) <= AKV_QUAD_SLOW)
+        room->fast--;
+    for (uint32_t j = room->fast; j < planes; j++) {
+        const double x = 32 * inv_freq[j];
+        const double moment[6] = {1.0, -x * x / 2, x * x * x * x / 24, x, -x * x * x / 6, x * x * x * x * x / 120};
+        for (uint32_t k = 0; k < 6; k++)
+            room->moments[k * PP + j] = (float)moment[k];
     }
     for (uint32_t j = 0; j < planes; j++) {
         /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */

@@ -23,6 +23,7 @@
 #define AKV_QUAD_LANES 32u      /* planes and coordinates are padded to a multiple of this */
 #define AKV_QUAD_MAX_DIM 512u
 #define AKV_QUAD_TURN_BITS 14   /* cosine and sine of the tile's offsets are whole multiples of 2^-14 */
+#define AKV_QUAD_SLOW 0.19      /* rad over 31.5 positions: the series' next terms are below 7e-8 */
 #define AKV_QUAD_CODE_MAX 32639 /* of a query in a level's coordinates: its high byte must fit -128..127 after rounding */
 
 static inline uint32_t akv_quad_slot(uint32_t t)
@@ -88,11 +89,13 @@ typedef struct akv_quad_kernels {
 
     /*
      * What the mean key adds: logits[slot of token t] = rest + sum_j a_j cos(d theta_j) + b_j sin(d theta_j), d = t - 31.5,
-     * for the 64 tokens of a tile. mean_rows as turn_rows leaves it (a, then b); table is [planes][2][32]: cosine, then sine, of
-     * (i + 0.5) theta_j. logits [64 slots][4], written.
+     * for the 64 tokens of a tile. mean_rows as turn_rows leaves it (a, then b). Planes below `fast` by table, [fast][2][32]: cosine,
+     * then sine, of (i + 0.5) theta_j. The others, which hardly turn, by their Taylor series in d / 32: moments is [6][padded_planes],
+     * (32 theta_j)^k / k! with the signs of cosine (k = 0, 2, 4) and sine (k = 1, 3, 5), rows in that order, 0 for j < fast and padding.
+     * logits [64 slots][4], written.
      */
-    void (*mean_logits)(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t planes, const float *rest,
-                        float *logits);
+    void (*mean_logits)(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits);
 
     /*
      * What the anchors add for n <= 64 tokens of a tile: logits[slot of t][r] += scale[r] * weight[t] * whole sum. Anchor

@@ -97,20 +97,52 @@ INLINE void store_tokens(float *out, __m512 a, __m512 b, __m512 c, __m512 d)
     _mm512_storeu_ps(out + 48, d);
 }
 
-static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t planes, const float *rest,
-                        float *logits)
+/* Sums of the lanes of four vectors. */
+INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d)
 {
-    __m512 even[4][2], odd[4][2];
-    for (int r = 0; r < 4; r++) {
-        even[r][0] = even[r][1] = _mm512_set1_ps(rest[r]);
-        odd[r][0] = odd[r][1] = _mm512_setzero_ps();
+    TRANSPOSE(a, b, c, d);
+    const __m512 s = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)); /* [4 parts][4 rows] */
+    return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(s), _mm512_extractf32x4_ps(s, 1)),
+                      _mm_add_ps(_mm512_extractf32x4_ps(s, 2), _mm512_extractf32x4_ps(s, 3)));
+}
+
+static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits)
+{
+    const uint32_t P = padded_planes;
+    _Alignas(16) float series[6][4]; /* [k][row] */
+    for (uint32_t k = 0; k < 6; k++) {
+        const float *m = mean_rows + (k < 3 ? 0 : 4 * P), *by = moments + k * P;
+        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+        for (uint32_t j = fast & ~15u; j < P; j += 16) { /* moments are 0 below fast */
+            const __m512 x = _mm512_loadu_ps(by + j);
+            s0 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + j), s0);
+            s1 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + P + j), s1);
+            s2 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 2 * P + j), s2);
+            s3 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 3 * P + j), s3);
+        }
+        _mm_store_ps(series[k], sum4(s0, s1, s2, s3));
     }
-    for (uint32_t j = 0; j < planes; j++) {
+    const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
+                                                   14.5f, 15.5f),
+                                    _mm512_set1_ps(1.0f / 32.0f));
+    __m512 even[4][2], odd[4][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const __m512 d = i == 0 ? d0 : _mm512_add_ps(d0, _mm512_set1_ps(0.5f)), dd = _mm512_mul_ps(d, d);
+            const __m512 c = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[2][r]), _mm512_set1_ps(series[1][r]));
+            const __m512 s = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[5][r]), _mm512_set1_ps(series[4][r]));
+            even[r][i] = _mm512_fmadd_ps(dd, c, _mm512_set1_ps(series[0][r] + rest[r]));
+            odd[r][i] = _mm512_mul_ps(d, _mm512_fmadd_ps(dd, s, _mm512_set1_ps(series[3][r])));
+        }
+    for (uint32_t j = 0; j < fast; j++) {
         const float *t = table + (size_t)j * 64, *m = mean_rows + j;
         const __m512 c0 = _mm512_loadu_ps(t), c1 = _mm512_loadu_ps(t + 16), s0 = _mm512_loadu_ps(t + 32), s1 = _mm512_loadu_ps(t + 48);
 #pragma GCC unroll 4
         for (uint32_t r = 0; r < 4; r++) {
-            const __m512 a = _mm512_set1_ps(m[r * padded_planes]), b = _mm512_set1_ps(m[(4 + r) * padded_planes]);
+            const __m512 a = _mm512_set1_ps(m[r * P]), b = _mm512_set1_ps(m[(4 + r) * P]);
             even[r][0] = _mm512_fmadd_ps(a, c0, even[r][0]);
             even[r][1] = _mm512_fmadd_ps(a, c1, even[r][1]);
             odd[r][0] = _mm512_fmadd_ps(b, s0, odd[r][0]);
@@ -790,15 +822,6 @@ static void bytes_sum(const float *w, const int8_t *rows, uint32_t n, uint32_t d
             for (uint32_t r = 0; r < 4; r++)
                 _mm512_mask_storeu_ps(out + (size_t)r * dim + i + 16 * v, mask[v], acc[r][v]);
     }
-}
-
-/* Sums of the lanes of four vectors. */
-INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d)
-{
-    TRANSPOSE(a, b, c, d);
-    const __m512 s = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)); /* [4 parts][4 rows] */
-    return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(s), _mm512_extractf32x4_ps(s, 1)),
-                      _mm_add_ps(_mm512_extractf32x4_ps(s, 2), _mm512_extractf32x4_ps(s, 3)));
 }
 
 static void bytes_dot(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out)

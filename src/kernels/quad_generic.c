@@ -45,16 +45,20 @@ static void turn_rows(const float *rows, double *cosine, double *sine, const dou
     }
 }
 
-static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t planes, const float *rest,
-                        float *logits)
+static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits)
 {
     for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
-        float even[32], odd[32];
+        float even[32], odd[32], series[6] = {0};
+        for (uint32_t k = 0; k < 6; k++)
+            for (uint32_t j = fast; j < padded_planes; j++)
+                series[k] += moments[k * padded_planes + j] * mean_rows[((k < 3 ? 0 : AKV_QUAD_ROWS) + r) * padded_planes + j];
         for (uint32_t i = 0; i < 32; i++) {
-            even[i] = rest[r];
-            odd[i] = 0.0f;
+            const float d = ((float)i + 0.5f) / 32.0f;
+            even[i] = rest[r] + series[0] + d * d * (series[1] + d * d * series[2]);
+            odd[i] = d * (series[3] + d * d * (series[4] + d * d * series[5]));
         }
-        for (uint32_t j = 0; j < planes; j++) {
+        for (uint32_t j = 0; j < fast; j++) {
             const float a = mean_rows[r * padded_planes + j], b = mean_rows[(AKV_QUAD_ROWS + r) * padded_planes + j];
             const float *t = table + (size_t)j * 64;
             for (uint32_t i = 0; i < 32; i++) {
