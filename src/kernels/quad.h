@@ -131,8 +131,8 @@ typedef struct akv_quad_kernels {
                       const float *scale, const uint16_t *slots, float *logits);
 
     /*
-     * A run of n value residuals: sums[four][r][c][p] += sum over tokens i with i % 16 / 4 == p of w_i * step of coordinate c of the
-     * four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest. scratch has room for 24 KiB.
+     * A run of n value residuals: sums[four][r][c][p], added up over p, grows by the sum over tokens of w_i * step of coordinate c of
+     * the four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest. scratch has room for 24 KiB.
      */
     void (*code_sums)(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums);
@@ -156,12 +156,11 @@ typedef struct akv_quad_kernels {
     void (*bytes_dot)(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out);
 } akv_quad_kernels;
 
-extern const akv_quad_kernels akv_quad_generic;
-#if defined(__x86_64__) && defined(__GNUC__)
-extern const akv_quad_kernels akv_quad_avx512; /* F, BW, DQ, VL, VBMI, VBMI2, VNNI */
-#endif
+#define AKV_KERNELS(isa, level)
+#define AKV_QUADS(isa, level) extern const akv_quad_kernels akv_quad_##isa;
+#include "kernels/kernels.def"
 
-/* The fastest variant of this machine below the cap (see akv_kernels_best). */
+/* The fastest variant below the cap (cpu.h). */
 const akv_quad_kernels *akv_quad_best(void);
 
 #endif
