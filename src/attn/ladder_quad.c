@@ -164,6 +164,23 @@ static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n,
                                anchor, weight);
 }
 
+/*
+ * A part of the codes of a block, both sides, towards the caches: value codes are read in strides, which no hardware guesses. Tile
+ * by tile, since a burst of them would only wait for room.
+ */
+static void fetch_codes(const quad_range *c, uint64_t block, uint32_t tile)
+{
+#if defined(__GNUC__)
+    const uint64_t *offsets = c->side[AKV_SIDE_K].offsets + block * 2; /* keys, then values: neighbours */
+    const uint64_t bytes = offsets[2] - offsets[0], share = bytes / (AKV_BLOCK_TOKENS / AKV_QUAD_TILE) + 64;
+    const uint8_t *at = c->side[AKV_SIDE_K].codes + offsets[0];
+    for (uint64_t i = tile * share; i < (tile + 1) * share && i < bytes; i += 64)
+        __builtin_prefetch(at + i, 0, 2);
+#else
+    (void)c, (void)block, (void)tile;
+#endif
+}
+
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
@@ -173,6 +190,7 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
+        fetch_codes(c, b0 / AKV_BLOCK_TOKENS, t / AKV_QUAD_TILE);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
         c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
@@ -180,19 +198,6 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
         c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
                                   logits);
     }
-}
-
-/* The codes of a block and side towards the caches: value codes are read in strides, which no hardware guesses. */
-static void fetch_codes(const quad_range *c, int side, uint64_t block)
-{
-#if defined(__GNUC__)
-    const akv_ladder_view *v = &c->side[side];
-    const uint8_t *end = v->codes + v->offsets[block * 2 + 1];
-    for (const uint8_t *at = v->codes + v->offsets[block * 2]; at < end; at += 64)
-        __builtin_prefetch(at, 0, 2);
-#else
-    (void)c, (void)side, (void)block;
-#endif
 }
 
 static void residuals(const quad_range *c, int side, uint64_t block, uint32_t n)
@@ -357,9 +362,7 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
             const uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
             const uint64_t block = b0 / AKV_BLOCK_TOKENS;
             float shrink[AKV_QUAD_ROWS];
-            fetch_codes(&c, AKV_SIDE_K, block);
             anchor_logits(&c, b0, n);
-            fetch_codes(&c, AKV_SIDE_V, block);
             residuals(&c, AKV_SIDE_K, block, n);
             if (block_weights(&c, n, &f, shrink))
                 shrink_sums(&c, shrink);
