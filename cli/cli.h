@@ -227,6 +227,7 @@ extern const cli_command cli_cmd_pack;
 extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;
 extern const cli_command cli_cmd_plan;
+extern const cli_command cli_cmd_bench;
 
 /* After getopt_long met something it does not know. */
 int cli_usage(const cli_command *command);

@@ -153,6 +153,8 @@ static void carve(akv_call *c, akv_arena *arena)
         akv_quad_table_room room;
         room.turn16 = AKV_TAKE(arena, int16_t, AKV_QUAD_TILE * 2 * PP);
         room.mean = AKV_TAKE(arena, float, 64 * PP);
+        room.moments = AKV_TAKE(arena, float, 6 * PP);
+        room.fast = 0;
         room.middle = AKV_TAKE(arena, float, 2 * PP);
         room.step = AKV_TAKE(arena, double, 2 * PP);
         if (arena->base != NULL)
@@ -199,7 +201,7 @@ static void make_tables(akv_call *c)
     float *at = c->table_floats;
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL};
+        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
         c->tables[i] = none;
         uint32_t planes = h->rotary_dim / 2;
         if (akv_quad_fits(h)) {
@@ -208,6 +210,8 @@ static void make_tables(akv_call *c)
                             (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), &c->rooms[i]);
             c->tables[i].turn16 = room->turn16;
             c->tables[i].mean = room->mean;
+            c->tables[i].moments = room->moments;
+            c->tables[i].fast = room->fast;
             c->tables[i].middle = room->middle;
             c->tables[i].step = room->step;
             continue;

@@ -71,17 +71,21 @@ typedef struct akv_turn_table {
     const float *cos;
     const float *sin;
     const int16_t *turn16; /* for kernels/quad.h: [64][padded planes / 32][2][32] */
-    const float *mean;     /* [planes][2][32] */
+    const float *mean;     /* [fast][2][32] */
+    const float *moments;  /* [6][padded planes] */
     const float *middle;   /* [2][padded planes] cosine, sine of 31.5 positions */
     const double *step;    /* [2][padded planes] of 64 positions */
+    uint32_t fast;         /* planes whose mean goes by table */
 } akv_turn_table;
 
 /* The same, to be filled. */
 typedef struct akv_quad_table_room {
     int16_t *turn16;
     float *mean;
+    float *moments;
     float *middle;
     double *step;
+    uint32_t fast;
 } akv_quad_table_room;
 
 typedef struct akv_task {

@@ -164,18 +164,36 @@ static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n,
                                anchor, weight);
 }
 
+/*
+ * A part of the codes of a block, both sides, towards the caches: value codes are read in strides, which no hardware guesses. Tile
+ * by tile, since a burst of them would only wait for room.
+ */
+static void fetch_codes(const quad_range *c, uint64_t block, uint32_t tile)
+{
+#if defined(__GNUC__)
+    const uint64_t *offsets = c->side[AKV_SIDE_K].offsets + block * 2; /* keys, then values: neighbours */
+    const uint64_t bytes = offsets[2] - offsets[0], share = bytes / (AKV_BLOCK_TOKENS / AKV_QUAD_TILE) + 64;
+    const uint8_t *at = c->side[AKV_SIDE_K].codes + offsets[0];
+    for (uint64_t i = tile * share; i < (tile + 1) * share && i < bytes; i += 64)
+        __builtin_prefetch(at + i, 0, 2);
+#else
+    (void)c, (void)block, (void)tile;
+#endif
+}
+
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
-    const uint32_t P = c->shape.planes, PP = c->shape.padded_planes;
+    const uint32_t PP = c->shape.padded_planes;
     uint32_t anchor[AKV_QUAD_TILE];
     float weight[AKV_QUAD_TILE];
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
+        fetch_codes(c, b0 / AKV_BLOCK_TOKENS, t / AKV_QUAD_TILE);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
-        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, P, c->mean_rest, logits);
+        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
         tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
         c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
                                   logits);
@@ -250,8 +268,9 @@ static void shrink_sums(const quad_range *c, const float *shrink)
             hist[a * 4 + r] *= shrink[r];
     for (uint32_t l = 0; l < c->header->num_levels; l++) {
         float *sums = level_sums(c, l);
-        for (uint32_t i = 0; i < c->level[AKV_SIDE_V][l].fours * 64; i++)
-            sums[i] *= shrink[i / 16 % 4];
+        for (uint32_t i = 0; i < c->level[AKV_SIDE_V][l].fours * 4; i++)
+            for (uint32_t k = 0; k < 16; k++)
+                sums[i * 16 + k] *= shrink[i % 4];
     }
 }
 
@@ -376,6 +395,16 @@ void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_pl
         room->step[PP + j] = 0.0;
         room->middle[j] = 1.0f;
         room->middle[PP + j] = 0.0f;
+    }
+    memset(room->moments, 0, 6 * (size_t)PP * sizeof *room->moments);
+    room->fast = planes;
+    while (room->fast > 0 && 31.5 * fabs(inv_freq[room->fast - 1]) <= AKV_QUAD_SLOW)
+        room->fast--;
+    for (uint32_t j = room->fast; j < planes; j++) {
+        const double x = 32 * inv_freq[j];
+        const double moment[6] = {1.0, -x * x / 2, x * x * x * x / 24, x, -x * x * x / 6, x * x * x * x * x / 120};
+        for (uint32_t k = 0; k < 6; k++)
+            room->moments[k * PP + j] = (float)moment[k];
     }
     for (uint32_t j = 0; j < planes; j++) {
         /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */

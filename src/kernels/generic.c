@@ -1,20 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* generic.c - the kernels for any machine, their choice at run time, and the small ones that have no variants. */
+/* generic.c - the kernels for any machine, and the small ones that have no variants. */
 #define AKV_ISA(name) name##_generic
 #define AKV_ISA_NAME "generic"
 #include "kernels/body.h"
-
-const akv_kernels *akv_kernels_best(void)
-{
-#ifdef AKV_HAVE_X86_KERNELS
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        return &akv_kernels_avx512;
-    if (__builtin_cpu_supports("avx2"))
-        return &akv_kernels_avx2;
-#endif
-    return &akv_kernels_generic;
-}
 
 float akv_dot_f32(const float *a, const float *b, uint32_t n)
 {

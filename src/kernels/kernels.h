@@ -79,15 +79,12 @@ typedef struct akv_kernels {
     float (*scale_max)(float *x, uint32_t n, float scale, float max);
 } akv_kernels;
 
-/* The variants of this build; those the machine cannot run must not be called. */
-extern const akv_kernels akv_kernels_generic;
-#if defined(__x86_64__) && defined(__GNUC__)
-#  define AKV_HAVE_X86_KERNELS 1
-extern const akv_kernels akv_kernels_avx2;
-extern const akv_kernels akv_kernels_avx512;
-#endif
+/* The variants of this build; those above akv_cpu_machine() must not be called. */
+#define AKV_KERNELS(isa, level) extern const akv_kernels akv_kernels_##isa;
+#define AKV_QUADS(isa, level)
+#include "kernels/kernels.def"
 
-/* The fastest variant of this machine. */
+/* The fastest variant below the cap (cpu.h). */
 const akv_kernels *akv_kernels_best(void);
 
 /* sum_i a[i] * b[i]. */

@@ -23,6 +23,7 @@
 #define AKV_QUAD_LANES 32u      /* planes and coordinates are padded to a multiple of this */
 #define AKV_QUAD_MAX_DIM 512u
 #define AKV_QUAD_TURN_BITS 14   /* cosine and sine of the tile's offsets are whole multiples of 2^-14 */
+#define AKV_QUAD_SLOW 0.19      /* rad over 31.5 positions: the series' next terms are below 7e-8 */
 #define AKV_QUAD_CODE_MAX 32639 /* of a query in a level's coordinates: its high byte must fit -128..127 after rounding */
 
 static inline uint32_t akv_quad_slot(uint32_t t)
@@ -88,11 +89,13 @@ typedef struct akv_quad_kernels {
 
     /*
      * What the mean key adds: logits[slot of token t] = rest + sum_j a_j cos(d theta_j) + b_j sin(d theta_j), d = t - 31.5,
-     * for the 64 tokens of a tile. mean_rows as turn_rows leaves it (a, then b); table is [planes][2][32]: cosine, then sine, of
-     * (i + 0.5) theta_j. logits [64 slots][4], written.
+     * for the 64 tokens of a tile. mean_rows as turn_rows leaves it (a, then b). Planes below `fast` by table, [fast][2][32]: cosine,
+     * then sine, of (i + 0.5) theta_j. The others, which hardly turn, by their Taylor series in d / 32: moments is [6][padded_planes],
+     * (32 theta_j)^k / k! with the signs of cosine (k = 0, 2, 4) and sine (k = 1, 3, 5), rows in that order, 0 for j < fast and padding.
+     * logits [64 slots][4], written.
      */
-    void (*mean_logits)(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t planes, const float *rest,
-                        float *logits);
+    void (*mean_logits)(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits);
 
     /*
      * What the anchors add for n <= 64 tokens of a tile: logits[slot of t][r] += scale[r] * weight[t] * whole sum. Anchor
@@ -107,7 +110,7 @@ typedef struct akv_quad_kernels {
 
     /*
      * Tokens of a block by level (akv_ladder_sort, but slots instead of places): slots[first[l] .. first[l + 1]) are those of
-     * level l, tokens ascending. levels: first byte of the block in plane 0; n <= AKV_BLOCK_TOKENS; first has num_levels + 2 entries;
+     * level l >= 1, tokens ascending; those of level 0 are not listed (first[0] = first[1] = 0). levels: first byte of the block in plane 0; n <= AKV_BLOCK_TOKENS; first has num_levels + 2 entries;
      * slots has room for AKV_BLOCK_TOKENS. Reads ceil(n / 8) bytes of each plane.
      */
     void (*sort_levels)(const uint8_t *levels, uint64_t plane_bytes, uint32_t planes, uint32_t n, uint32_t num_levels,
@@ -128,8 +131,8 @@ typedef struct akv_quad_kernels {
                       const float *scale, const uint16_t *slots, float *logits);
 
     /*
-     * A run of n value residuals: sums[four][r][c][p] += sum over tokens i with i % 16 / 4 == p of w_i * step of coordinate c of the
-     * four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest. scratch has room for 24 KiB.
+     * A run of n value residuals: sums[four][r][c][p], added up over p, grows by the sum over tokens of w_i * step of coordinate c of
+     * the four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest. scratch has room for 24 KiB.
      */
     void (*code_sums)(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums);
@@ -153,18 +156,11 @@ typedef struct akv_quad_kernels {
     void (*bytes_dot)(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out);
 } akv_quad_kernels;
 
-extern const akv_quad_kernels akv_quad_generic;
-#if defined(__x86_64__) && defined(__GNUC__)
-extern const akv_quad_kernels akv_quad_avx512; /* F, BW, DQ, VL, VBMI, VBMI2, VNNI */
-#endif
+#define AKV_KERNELS(isa, level)
+#define AKV_QUADS(isa, level) extern const akv_quad_kernels akv_quad_##isa;
+#include "kernels/kernels.def"
 
-/* The fastest variant of this machine below the cap (see akv_kernels_best). */
+/* The fastest variant below the cap (cpu.h). */
 const akv_quad_kernels *akv_quad_best(void);
-
-/*
- * The last group of a run, g < 16 residuals, as a full group whose other residuals are 0 bits. out has room for 2 * bits bytes
- * and 8 more. Reads ceil(g * bits / 8) bytes.
- */
-void akv_quad_full_group(const uint8_t *codes, uint32_t g, const akv_quad_level *level, uint8_t *out);
 
 #endif

@@ -97,20 +97,52 @@ INLINE void store_tokens(float *out, __m512 a, __m512 b, __m512 c, __m512 d)
     _mm512_storeu_ps(out + 48, d);
 }
 
-static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t planes, const float *rest,
-                        float *logits)
+/* Sums of the lanes of four vectors. */
+INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d)
 {
-    __m512 even[4][2], odd[4][2];
-    for (int r = 0; r < 4; r++) {
-        even[r][0] = even[r][1] = _mm512_set1_ps(rest[r]);
-        odd[r][0] = odd[r][1] = _mm512_setzero_ps();
+    TRANSPOSE(a, b, c, d);
+    const __m512 s = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)); /* [4 parts][4 rows] */
+    return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(s), _mm512_extractf32x4_ps(s, 1)),
+                      _mm_add_ps(_mm512_extractf32x4_ps(s, 2), _mm512_extractf32x4_ps(s, 3)));
+}
+
+static void mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits)
+{
+    const uint32_t P = padded_planes;
+    _Alignas(16) float series[6][4]; /* [k][row] */
+    for (uint32_t k = 0; k < 6; k++) {
+        const float *m = mean_rows + (k < 3 ? 0 : 4 * P), *by = moments + k * P;
+        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+        for (uint32_t j = fast & ~15u; j < P; j += 16) { /* moments are 0 below fast */
+            const __m512 x = _mm512_loadu_ps(by + j);
+            s0 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + j), s0);
+            s1 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + P + j), s1);
+            s2 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 2 * P + j), s2);
+            s3 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 3 * P + j), s3);
+        }
+        _mm_store_ps(series[k], sum4(s0, s1, s2, s3));
     }
-    for (uint32_t j = 0; j < planes; j++) {
+    const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
+                                                   14.5f, 15.5f),
+                                    _mm512_set1_ps(1.0f / 32.0f));
+    __m512 even[4][2], odd[4][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const __m512 d = i == 0 ? d0 : _mm512_add_ps(d0, _mm512_set1_ps(0.5f)), dd = _mm512_mul_ps(d, d);
+            const __m512 c = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[2][r]), _mm512_set1_ps(series[1][r]));
+            const __m512 s = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[5][r]), _mm512_set1_ps(series[4][r]));
+            even[r][i] = _mm512_fmadd_ps(dd, c, _mm512_set1_ps(series[0][r] + rest[r]));
+            odd[r][i] = _mm512_mul_ps(d, _mm512_fmadd_ps(dd, s, _mm512_set1_ps(series[3][r])));
+        }
+    for (uint32_t j = 0; j < fast; j++) {
         const float *t = table + (size_t)j * 64, *m = mean_rows + j;
         const __m512 c0 = _mm512_loadu_ps(t), c1 = _mm512_loadu_ps(t + 16), s0 = _mm512_loadu_ps(t + 32), s1 = _mm512_loadu_ps(t + 48);
 #pragma GCC unroll 4
         for (uint32_t r = 0; r < 4; r++) {
-            const __m512 a = _mm512_set1_ps(m[r * padded_planes]), b = _mm512_set1_ps(m[(4 + r) * padded_planes]);
+            const __m512 a = _mm512_set1_ps(m[r * P]), b = _mm512_set1_ps(m[(4 + r) * P]);
             even[r][0] = _mm512_fmadd_ps(a, c0, even[r][0]);
             even[r][1] = _mm512_fmadd_ps(a, c1, even[r][1]);
             odd[r][0] = _mm512_fmadd_ps(b, s0, odd[r][0]);
@@ -229,55 +261,62 @@ INLINE void anchor_tile(const int8_t *anchors, const akv_quad_shape *shape, uint
         }
 }
 
+/* One anchor of 128 bytes turned into x. */
+INLINE void turn_128(const int8_t *a, const int16_t *turn, __m512i spread, int16_t *x)
+{
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+        const __m512i x0 = high_bytes(a + 32 * p, 32, spread), x1 = high_bytes(a + 64 + 32 * p, 32, spread);
+        const __m512i c = _mm512_loadu_si512(turn + 64 * p), s = _mm512_loadu_si512(turn + 64 * p + 32);
+        _mm512_store_si512(x + 64 * p, _mm512_sub_epi16(_mm512_mulhrs_epi16(x0, c), _mm512_mulhrs_epi16(x1, s)));
+        _mm512_store_si512(x + 64 * p + 32, _mm512_add_epi16(_mm512_mulhrs_epi16(x0, s), _mm512_mulhrs_epi16(x1, c)));
+    }
+}
+
 /*
- * The same for 64 half-split planes and nothing else (d = 128): the turned queries stay in 16 registers, and the anchors
- * of four tokens are turned before any is used, so that the stores are done when the loads come.
+ * The same for 64 half-split planes and nothing else (d = 128): the turned queries stay in 16 registers, and while four tokens
+ * are summed the next four are turned.
  */
 static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
                             const float *weight, const float *scale, uint32_t n, float *logits)
 {
     const __m512i turn_over = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const __m512i spread_bytes = spread_low_half();
+    const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    const __m512i spread = spread_low_half();
     const __m512 row_scale = _mm512_broadcast_f32x4(_mm_loadu_ps(scale));
+    const uint32_t fours = (n + 15) / 16 * 4;
     _Alignas(64) int16_t x[2][4][128];
     __m512i q[16];
 #pragma GCC unroll 16
     for (int e = 0; e < 16; e++)
         q[e] = _mm512_loadu_si512(query16 + 32 * e);
-    for (uint32_t t0 = 0; t0 < n; t0 += 16)
-        for (uint32_t i = 0; i < 4; i++) {
-            int16_t *at = x[i & 1][0];
-            _Alignas(16) float w[4];
-            for (uint32_t l = 0; l < 4; l++) {
-                const uint32_t t = t0 + i + 4 * l;
-                const int8_t *a = anchors + (size_t)anchor[t] * 128;
-                const int16_t *turn = turn16 + (size_t)t * 128;
-                w[l] = weight[t];
-#pragma GCC unroll 2
-                for (int p = 0; p < 2; p++) {
-                    const __m512i x0 = high_bytes(a + 32 * p, 32, spread_bytes);
-                    const __m512i x1 = high_bytes(a + 64 + 32 * p, 32, spread_bytes);
-                    const __m512i c = _mm512_loadu_si512(turn + 64 * p), s = _mm512_loadu_si512(turn + 64 * p + 32);
-                    _mm512_store_si512(at + l * 128 + 64 * p, _mm512_sub_epi16(_mm512_mulhrs_epi16(x0, c), _mm512_mulhrs_epi16(x1, s)));
-                    _mm512_store_si512(at + l * 128 + 64 * p + 32, _mm512_add_epi16(_mm512_mulhrs_epi16(x0, s), _mm512_mulhrs_epi16(x1, c)));
-                }
-            }
-            __asm__("" : : "r"(at) : "memory");
-            __m512i acc[4];
-            for (uint32_t l = 0; l < 4; l++)
-                acc[l] = _mm512_setzero_si512();
-#pragma GCC unroll 16
-            for (int e = 0; e < 16; e++)
+    for (uint32_t l = 0; l < 4; l++)
+        turn_128(anchors + (size_t)anchor[4 * l] * 128, turn16 + (size_t)4 * l * 128, spread, x[0][l]);
+    for (uint32_t f = 0; f < fours; f++) { /* tokens t, t + 4, t + 8, t + 12: neighbours in slot order */
+        const uint32_t next = f + 1 < fours ? f + 1 : f, t1 = next / 4 * 16 + next % 4;
+        const int16_t *now = x[f & 1][0];
+        int16_t *then = x[~f & 1][0];
+        __m512i acc[4];
 #pragma GCC unroll 4
-                for (int l = 0; l < 4; l++)
+        for (int l = 0; l < 4; l++)
+            acc[l] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (uint32_t k = 0; k < 4; k++) {
+            turn_128(anchors + (size_t)anchor[t1 + 4 * k] * 128, turn16 + (size_t)(t1 + 4 * k) * 128, spread, then + k * 128);
+#pragma GCC unroll 16
+            for (uint32_t e = 4 * k; e < 4 * k + 4; e++)
+#pragma GCC unroll 4
+                for (uint32_t l = 0; l < 4; l++)
                     acc[l] = _mm512_dpwssd_epi32(
-                        acc[l], _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(at + l * 128 + 8 * e))), q[e]);
-            float *out = logits + (t0 + 4 * i) * 4;
-            const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc));
-            const __m512 each = _mm512_permutexvar_ps(each4, _mm512_castps128_ps512(_mm_load_ps(w)));
-            _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, each), sums, _mm512_loadu_ps(out)));
+                        acc[l], _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(now + l * 128 + 8 * e))), q[e]);
+            __asm__("" : : "r"(then) : "memory"); /* keeps this order, and the compiler from taking lanes out of registers */
         }
+        float *out = logits + f * 16;
+        const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc));
+        const __m512 mine = _mm512_permutexvar_ps(_mm512_add_epi32(each4, _mm512_set1_epi32((int)(f % 4))),
+                                                  _mm512_loadu_ps(weight + f / 4 * 16)); /* of the four tokens */
+        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, mine), sums, _mm512_loadu_ps(out)));
+    }
 }
 
 static void anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
@@ -318,10 +357,11 @@ static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t pl
                 memcpy(&word, levels + p * plane_bytes + t / 8, (left + 7) / 8);
             plane[t / 64][p] = word;
         }
-        for (uint32_t l = 0; l <= num_levels; l++)
+        for (uint32_t l = 1; l <= num_levels; l++)
             at[l] += (uint32_t)__builtin_popcountll(level_bits(plane[t / 64], planes, l, low_bits(left)));
     }
-    for (uint32_t l = 0; l <= num_levels; l++) {
+    first[0] = 0;
+    for (uint32_t l = 1; l <= num_levels; l++) {
         const uint32_t count = at[l];
         first[l] = at[l] = sum;
         sum += count;
@@ -332,7 +372,7 @@ static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t pl
     for (uint32_t t = 0; t < n; t += 64) {
         const uint32_t left = n - t < 64 ? n - t : 64;
         const __m512i slot0 = _mm512_add_epi16(slot, _mm512_set1_epi16((int16_t)t)), slot1 = _mm512_add_epi16(slot0, _mm512_set1_epi16(32));
-        for (uint32_t l = 0; l <= num_levels; l++) {
+        for (uint32_t l = 1; l <= num_levels; l++) {
             const uint64_t bits = level_bits(plane[t / 64], planes, l, low_bits(left));
             if (bits == 0)
                 continue;
@@ -342,6 +382,40 @@ static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t pl
                                      _mm512_maskz_compress_epi16((__mmask32)(bits >> 32), slot1));
             at[l] += low + high;
         }
+    }
+}
+
+/*
+ * The last group of a run, g < 16 residuals, as a full group whose other residuals are 0 bits; out has room for the group and 64 bytes
+ * more. Eight coordinates take g * width whole bytes, so each width's bits lie alike in every eight.
+ */
+static void full_group(const uint8_t *codes, uint32_t g, const akv_quad_level *level, uint8_t *out)
+{
+    const __m512i lane = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), iota = _mm512_set1_epi64(0x0706050403020100);
+    const __m512i first_byte = _mm512_set_epi8(8, 8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0,
+                                               8, 8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0, 8, 8, 8, 8, 8, 8, 8, 8, 0, 0, 0, 0, 0, 0, 0, 0);
+    const uint8_t *end = codes + (g * level->bits + 7) / 8;
+    uint32_t bit = 0; /* of the width's first, within its byte: 0 or 4 where the width is 4 */
+    for (uint32_t w = 0; w < 3; w++) {
+        const uint32_t width = 4u >> w, count = level->by_width[w];
+        const __m512i at = _mm512_add_epi64(_mm512_mul_epu32(lane, _mm512_set1_epi64(g * width)), _mm512_set1_epi64(bit));
+        const __m512i bytes = _mm512_add_epi8(_mm512_shuffle_epi8(_mm512_srli_epi64(at, 3), first_byte), iota);
+        const __m512i shift = _mm512_and_si512(at, _mm512_set1_epi64(7)), mask = _mm512_set1_epi64((int64_t)low_bits(g * width));
+        for (uint32_t i = 0; i < count; i += 8) {
+            const uint8_t *from = codes + (size_t)i / 8 * g * width;
+            const uint32_t left = (uint32_t)(end - from), live = count - i < 8 ? count - i : 8;
+            const __m512i c = _mm512_maskz_loadu_epi8(low_bits(left < 64 ? left : 64), from);
+            const __m512i x = _mm512_and_si512(_mm512_srlv_epi64(_mm512_permutexvar_epi8(bytes, c), shift), mask);
+            if (w == 0)
+                _mm512_storeu_si512(out, x);
+            else if (w == 1)
+                _mm256_storeu_si256((__m256i *)(void *)out, _mm512_cvtepi64_epi32(x));
+            else
+                _mm_storeu_si128((__m128i *)(void *)out, _mm512_cvtepi64_epi16(x));
+            out += 2 * width * live;
+        }
+        codes += (bit + count * g * width) / 8;
+        bit = (bit + count * g * width) % 8;
     }
 }
 
@@ -502,14 +576,14 @@ static void code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *leve
                       const float *scale, const uint16_t *slots, float *logits)
 {
     const spread s = spread_of(key_gather, key_pick, key_table);
-    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 8];
+    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
     _Alignas(64) float token[16][4];
     for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
         const uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES;
         const uint8_t *codes = run + (n + 1) / 2 + (size_t)(at / AKV_GROUP_LANES) * 2 * level->bits;
         const int8_t *query = all_query;
         if (g < AKV_GROUP_LANES) {
-            akv_quad_full_group(codes, g, level, room);
+            full_group(codes, g, level, room);
             codes = room;
         }
         __m512i a0 = _mm512_set1_epi32(bias[0]), a1 = _mm512_set1_epi32(bias[1]), a2 = _mm512_set1_epi32(bias[2]),
@@ -587,7 +661,7 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
     const spread s = spread_of(value_gather, value_pick, value_table);
     float *gathered = (float *)(void *)scratch; /* [1024][4], 16 KiB */
     uint8_t *whole = scratch + 16384;           /* [groups][4 rows][high, low][16], 8 KiB */
-    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 8];
+    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
     const uint32_t groups = (n + 15) / 16, full = n / 16;
     __m512 largest = _mm512_setzero_ps();
 
@@ -638,7 +712,7 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
 
     const uint8_t *codes = run + (n + 1) / 2, *rest = NULL;
     if (full < groups) {
-        akv_quad_full_group(codes + (size_t)full * 2 * level->bits, n - full * 16, level, room);
+        full_group(codes + (size_t)full * 2 * level->bits, n - full * 16, level, room);
         rest = room;
     }
     uint32_t offset = 0;
@@ -748,15 +822,6 @@ static void bytes_sum(const float *w, const int8_t *rows, uint32_t n, uint32_t d
             for (uint32_t r = 0; r < 4; r++)
                 _mm512_mask_storeu_ps(out + (size_t)r * dim + i + 16 * v, mask[v], acc[r][v]);
     }
-}
-
-/* Sums of the lanes of four vectors. */
-INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d)
-{
-    TRANSPOSE(a, b, c, d);
-    const __m512 s = _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d)); /* [4 parts][4 rows] */
-    return _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(s), _mm512_extractf32x4_ps(s, 1)),
-                      _mm_add_ps(_mm512_extractf32x4_ps(s, 2), _mm512_extractf32x4_ps(s, 3)));
 }
 
 static void bytes_dot(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out)

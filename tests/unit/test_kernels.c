@@ -5,6 +5,7 @@
  */
 #include "akv_test.h"
 #include "cases.h"
+#include "kernels/cpu.h"
 #include "kernels/kernels.h"
 
 enum { MOST = 1024, ROWS = 9, GUARD = 32 };
@@ -14,14 +15,11 @@ static int num_variants;
 
 static void find_variants(void)
 {
-    variants[num_variants++] = &akv_kernels_generic;
-#ifdef AKV_HAVE_X86_KERNELS
-    if (__builtin_cpu_supports("avx2"))
-        variants[num_variants++] = &akv_kernels_avx2;
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq"))
-        variants[num_variants++] = &akv_kernels_avx512;
-#endif
+#define AKV_KERNELS(isa, level)      \
+    if (akv_cpu_machine() >= level)  \
+        variants[num_variants++] = &akv_kernels_##isa;
+#define AKV_QUADS(isa, level)
+#include "kernels/kernels.def"
 }
 
 /* A float buffer with a guard on both sides, at an odd address (4 mod 64). */

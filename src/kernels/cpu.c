@@ -1,0 +1,68 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* cpu.c - the choice of kernels at run time. */
+#include "kernels/cpu.h"
+
+#include "kernels/kernels.h"
+#include "kernels/quad.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+akv_cpu_level akv_cpu_machine(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
+        !__builtin_cpu_supports("bmi2"))
+        return AKV_CPU_GENERIC;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
+        !__builtin_cpu_supports("avx512vl"))
+        return AKV_CPU_AVX2;
+    if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vbmi2") || !__builtin_cpu_supports("avx512vnni"))
+        return AKV_CPU_AVX512;
+    return AKV_CPU_AVX512_VNNI;
+#else
+    return AKV_CPU_GENERIC;
+#endif
+}
+
+static int capped(void)
+{
+    static const char *const names[AKV_CPU_LEVELS] = {"generic", "avx2", "avx512", "avx512vnni"};
+    const int machine = (int)akv_cpu_machine();
+    const char *wish = getenv("AKV_CPU");
+    for (int level = 0; wish != NULL && level < machine; level++)
+        if (strcmp(wish, names[level]) == 0)
+            return level;
+    return machine;
+}
+
+akv_cpu_level akv_cpu(void)
+{
+    static atomic_int known = -1; /* every thread that finds it unknown stores the same */
+    int level = atomic_load_explicit(&known, memory_order_acquire);
+    if (level < 0) {
+        level = capped();
+        atomic_store_explicit(&known, level, memory_order_release);
+    }
+    return (akv_cpu_level)level;
+}
+
+const akv_kernels *akv_kernels_best(void)
+{
+    const akv_cpu_level cpu = akv_cpu();
+    const akv_kernels *best = NULL;
+#define AKV_KERNELS(isa, level) best = cpu >= level ? &akv_kernels_##isa : best;
+#define AKV_QUADS(isa, level)
+#include "kernels/kernels.def"
+    return best;
+}
+
+const akv_quad_kernels *akv_quad_best(void)
+{
+    const akv_cpu_level cpu = akv_cpu();
+    const akv_quad_kernels *best = NULL;
+#define AKV_KERNELS(isa, level)
+#define AKV_QUADS(isa, level) best = cpu >= level ? &akv_quad_##isa : best;
+#include "kernels/kernels.def"
+    return best;
+}

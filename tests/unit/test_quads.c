@@ -1,0 +1,450 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * test_quads.c - every variant of the quad kernels that this machine can run, against plain loops in doubles or whole numbers
+ * written from the contract (kernels/quad.h). Inputs lie in buffers of exactly their size, so that a sanitizer sees reading beyond.
+ */
+#include "akv_test.h"
+#include "cases.h"
+#include "kernels/cpu.h"
+#include "kernels/quad.h"
+
+static const akv_quad_kernels *variants[4];
+static int num_variants;
+#define FOR_VARIANTS(k)                   \
+    for (int v_ = 0; v_ < num_variants; v_++) \
+        for (const akv_quad_kernels *k = variants[v_]; k != NULL; k = NULL)
+
+static void find_variants(void)
+{
+#define AKV_KERNELS(isa, level)
+#define AKV_QUADS(isa, level)       \
+    if (akv_cpu_machine() >= level) \
+        variants[num_variants++] = &akv_quad_##isa;
+#include "kernels/kernels.def"
+}
+
+/* Exactly `bytes`, at an address that is no multiple of 64 (but of 4), with random contents. */
+static void *odd_bytes(size_t bytes, void **base, akv_rng *rng)
+{
+    uint8_t *all = must(malloc(bytes + 4));
+    *base = all;
+    for (size_t i = 0; i < bytes + 4; i++)
+        all[i] = (uint8_t)akv_rng_next(rng);
+    return all + 4;
+}
+
+static void unpacking(void)
+{
+    akv_rng rng = {11};
+    for (uint32_t bits = 1; bits <= 20; bits++)
+        for (uint32_t n = 1; n <= 64; n += n < 18 ? 1 : 23) {
+            void *b0, *b1;
+            uint8_t *index = odd_bytes((n * bits + 7) / 8, &b0, &rng), *coeff = odd_bytes((n + 1) / 2, &b1, &rng);
+            float *scales = must(malloc(sizeof *scales << bits));
+            for (uint32_t i = 0; i < 1u << bits; i++)
+                scales[i] = (float)random_gauss(&rng);
+            FOR_VARIANTS(k) {
+                uint32_t anchor[64], wrong = 0;
+                float weight[64];
+                k->unpack_anchors(index, bits, coeff, scales, n, anchor, weight);
+                for (uint32_t t = 0; t < n; t++) {
+                    uint32_t want = 0;
+                    for (uint32_t b = 0; b < bits; b++)
+                        want |= (uint32_t)(index[(t * bits + b) / 8] >> ((t * bits + b) % 8) & 1) << b;
+                    int code = (coeff[t / 2] >> (t % 2 * 4) & 15) - (coeff[t / 2] >> (t % 2 * 4) & 8 ? 16 : 0);
+                    double gamma = code == -8 ? 1 : code * 2.0 / 7;
+                    wrong += anchor[t] != want || fabs(weight[t] - gamma * scales[want]) > 4 * REF_U * fabs(gamma * scales[want]);
+                }
+                for (uint32_t t = n; t < (n + 15) / 16 * 16; t++)
+                    wrong += anchor[t] != 0 || weight[t] != 0;
+                CHECK_MSG(wrong == 0, "%s: %u of %u anchors of %u bits wrong", k->isa, wrong, n, bits);
+            }
+            free(b0);
+            free(b1);
+            free(scales);
+        }
+}
+
+/* Turning to the tile, and the mean's share of the logits at the tile's 64 positions. */
+static void turning(void)
+{
+    enum { PLANES = 50, PP = 64 };
+    akv_rng rng = {12};
+    float rows[16 * PP] = {0}, table[PP * 64] = {0}, moments[6 * PP] = {0}, rest[4];
+    double theta[PP] = {0}, cosine[PP], sine[PP], step[2 * PP];
+    uint32_t fast = 0;
+    for (uint32_t j = 0; j < PP; j++) {
+        theta[j] = j < PLANES ? pow(1e4, -(double)j / PLANES) : 0;
+        cosine[j] = cos(1000 * theta[j]);
+        sine[j] = sin(1000 * theta[j]);
+        step[j] = cos(64 * theta[j]);
+        step[PP + j] = sin(64 * theta[j]);
+        fast = j < PLANES && 31.5 * theta[j] > AKV_QUAD_SLOW ? j + 1 : fast;
+    }
+    for (uint32_t j = 0; j < PLANES; j++) {
+        for (uint32_t r = 0; r < 16; r++)
+            rows[r * PP + j] = (float)((r % 8 < 4 ? 5000 : 1) * random_gauss(&rng));
+        for (int i = 0; i < 32 && j < fast; i++) {
+            table[j * 64 + (uint32_t)i] = (float)cos((i + 0.5) * theta[j]);
+            table[j * 64 + 32 + (uint32_t)i] = (float)sin((i + 0.5) * theta[j]);
+        }
+        double x = 32 * theta[j], moment[6] = {1, -x * x / 2, pow(x, 4) / 24, x, -pow(x, 3) / 6, pow(x, 5) / 120};
+        for (uint32_t m = 0; m < 6 && j >= fast; m++)
+            moments[m * PP + j] = (float)moment[m];
+    }
+    for (int r = 0; r < 4; r++)
+        rest[r] = (float)random_gauss(&rng);
+    FOR_VARIANTS(k) {
+        double c[PP], s[PP];
+        int16_t query16[2 * PP * 4];
+        float mean_rows[8 * PP], logits[256];
+        memcpy(c, cosine, sizeof c);
+        memcpy(s, sine, sizeof s);
+        k->turn_rows(rows, c, s, step, PP, query16, mean_rows);
+        for (uint32_t j = 0; j < PP; j++) {
+            for (uint32_t r = 0; r < 8; r++) {
+                double x0 = rows[r * PP + j], x1 = rows[(8 + r) * PP + j];
+                double y[2] = {x0 * cosine[j] + x1 * sine[j], x1 * cosine[j] - x0 * sine[j]};
+                for (uint32_t part = 0; part < 2; part++) {
+                    if (r < 4)
+                        CHECK_NEAR(query16[j / 32 * 256 + part * 128 + j % 32 / 8 * 32 + r * 8 + j % 8], y[part], 0.502,
+                                   "%s: turned query", k->isa);
+                    else
+                        CHECK_NEAR(mean_rows[(part * 4 + r - 4) * PP + j], y[part], 8 * REF_U * (fabs(x0) + fabs(x1)), "%s: turned mean",
+                                   k->isa);
+                }
+            }
+            CHECK_NEAR(c[j], cos(1064 * theta[j]), 1e-12, "%s: next base", k->isa);
+            CHECK_NEAR(s[j], sin(1064 * theta[j]), 1e-12, "%s: next base", k->isa);
+        }
+        k->mean_logits(mean_rows, PP, table, fast, moments, rest, logits);
+        for (uint32_t t = 0; t < 64; t++)
+            for (uint32_t r = 0; r < 4; r++) {
+                double want = rest[r], size = fabs(want);
+                for (uint32_t j = 0; j < PLANES; j++) {
+                    double a = mean_rows[r * PP + j], b = mean_rows[(4 + r) * PP + j], d = (t - 31.5) * theta[j];
+                    want += a * cos(d) + b * sin(d);
+                    size += fabs(a) + fabs(b);
+                }
+                CHECK_NEAR(logits[akv_quad_slot(t) * 4 + r], want, (ref_gamma(PLANES) + 1e-7) * size, "%s: mean logit", k->isa);
+            }
+    }
+}
+
+static int32_t mulr(int32_t a, int32_t b)
+{
+    return (int32_t)floor(((double)a * b + 16384) / 32768);
+}
+
+static void anchors(void)
+{
+    const uint32_t shapes[][2] = {{128, 128}, {64, 64}, {80, 80}, {96, 48}, {112, 112}, {256, 256}, {192, 64}, {6, 6}, {2, 2}, {64, 0}, {10, 4}};
+    akv_rng rng = {13};
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++)
+        for (int style = 0; style < 2; style++)
+            for (uint32_t n = 1; n <= 64; n += n == 1 ? 16 : 15) {
+                const uint32_t dim = shapes[i][0], count = 9;
+                const akv_quad_shape shape = akv_quad_shape_of(dim, shapes[i][1], (akv_rope_style)style);
+                const uint32_t P = shape.planes, PP = shape.padded_planes, width = akv_quad_width(&shape);
+                void *b0;
+                int8_t *bytes = odd_bytes((size_t)count * dim, &b0, &rng);
+                int16_t *turn = must(calloc(64 * 2 * PP + 1, sizeof *turn)), *query = must(calloc(width * 4, sizeof *query));
+                uint32_t anchor[64] = {0};
+                float weight[64] = {0}, scale[4] = {1e-6f, -2e-6f, 0, 3e-6f};
+                const int limit = 2147483647 / 23171 / (int)(width / 8 + 1); /* so that no sum leaves 32 bits */
+                for (uint32_t t = 0; t < 64; t++)
+                    for (uint32_t j = 0; j < P; j++) {
+                        double angle = 6.3 * random_unit(&rng);
+                        turn[t * 2 * PP + j / 32 * 64 + j % 32] = (int16_t)rint(16384 * cos(angle));
+                        turn[t * 2 * PP + j / 32 * 64 + 32 + j % 32] = (int16_t)rint(16384 * sin(angle));
+                    }
+                for (uint32_t e = 0; e < width * 4; e++)
+                    query[e] = (int16_t)(limit > 32767 ? (int)akv_rng_below(&rng, 65534) - 32767
+                                                       : (int)akv_rng_below(&rng, (uint64_t)limit) - limit / 2);
+                for (uint32_t t = 0; t < n; t++) {
+                    anchor[t] = (uint32_t)akv_rng_below(&rng, count);
+                    weight[t] = (float)random_gauss(&rng);
+                }
+                FOR_VARIANTS(k) {
+                    float logits[256];
+                    for (int l = 0; l < 256; l++)
+                        logits[l] = 2;
+                    k->anchor_logits(bytes, &shape, turn, query, anchor, weight, scale, n, logits);
+                    for (uint32_t t = 0; t < n; t++) {
+                        const int8_t *a = bytes + anchor[t] * dim;
+                        int32_t x[1024] = {0};
+                        for (uint32_t j = 0; j < P; j++) {
+                            int32_t x0 = 256 * a[style == 0 ? j : 2 * j], x1 = 256 * a[style == 0 ? j + P : 2 * j + 1];
+                            int32_t c = turn[t * 2 * PP + j / 32 * 64 + j % 32], s = turn[t * 2 * PP + j / 32 * 64 + 32 + j % 32];
+                            x[j / 32 * 64 + j % 32] = mulr(x0, c) - mulr(x1, s);
+                            x[j / 32 * 64 + 32 + j % 32] = mulr(x0, s) + mulr(x1, c);
+                        }
+                        for (uint32_t j = 0; j < shape.rest; j++)
+                            x[2 * PP + j] = 128 * a[2 * P + j];
+                        for (uint32_t r = 0; r < 4; r++) {
+                            double sum = 0, part[4] = {0}, size = 0;
+                            for (uint32_t e = 0; e < width; e++) {
+                                double product = (double)x[e] * query[e / 8 * 32 + r * 8 + e % 8];
+                                sum += product;
+                                part[e % 8 / 2] += product;
+                            }
+                            for (int e = 0; e < 4; e++)
+                                size += fabs(part[e]);
+                            CHECK_NEAR(logits[akv_quad_slot(t) * 4 + r], 2 + (double)scale[r] * weight[t] * sum,
+                                       8 * REF_U * (2 + fabs((double)scale[r] * weight[t]) * size), "%s: dim %u rotary %u style %d n %u",
+                                       k->isa, dim, shapes[i][1], style, n);
+                        }
+                    }
+                }
+                free(b0);
+                free(turn);
+                free(query);
+            }
+}
+
+static void sorting(void)
+{
+    akv_rng rng = {14};
+    const uint32_t lengths[] = {1, 7, 63, 64, 65, 100, 1000, 1023, 1024};
+    for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++)
+        for (uint32_t levels = 1; levels <= 15; levels++) {
+            uint32_t n = lengths[i], planes = akv_level_planes(levels), row = (n + 7) / 8;
+            uint8_t *bits = must(calloc(planes * row, 1)), level[1024];
+            for (uint32_t t = 0; t < n; t++) {
+                level[t] = (uint8_t)akv_rng_below(&rng, levels + 1);
+                for (uint32_t p = 0; p < planes; p++)
+                    bits[p * row + t / 8] |= (uint8_t)((level[t] >> p & 1) << (t % 8));
+            }
+            FOR_VARIANTS(k) {
+                uint16_t slots[1024];
+                uint32_t first[17], at = 0, wrong = 0;
+                k->sort_levels(bits, row, planes, n, levels, slots, first);
+                for (uint32_t l = 1; l <= levels; l++) {
+                    wrong += first[l] != at;
+                    for (uint32_t t = 0; t < n; t++)
+                        if (level[t] == l)
+                            wrong += slots[at++] != akv_quad_slot(t);
+                }
+                wrong += first[levels + 1] != at;
+                CHECK_MSG(wrong == 0, "%s: %u wrong of %u tokens, %u levels", k->isa, wrong, n, levels);
+            }
+            free(bits);
+        }
+}
+
+/* A level with counts of each width: quantised queries, key residuals, value residuals. */
+static void codes(void)
+{
+    static const double unit[3] = {0.02622, 0.15104, 0.7979};
+    static const int32_t most[3] = {104, 10, 1};
+    const uint32_t widths[][3] = {{4, 4, 4}, {1, 2, 3}, {0, 0, 5}, {0, 7, 0}, {9, 0, 0}, {3, 21, 41}, {128, 0, 0}, {0, 0, 1}};
+    const uint32_t counts[] = {1, 2, 15, 16, 17, 31, 33, 200, 1024};
+    akv_rng rng = {15};
+    for (size_t i = 0; i < sizeof widths / sizeof widths[0]; i++)
+        for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
+            const uint32_t n = counts[c];
+            akv_level_list list = {0};
+            akv_quad_level level = {{widths[i][0], widths[i][1], widths[i][2]}, 0, 0};
+            for (uint32_t w = 0; w < 3; w++)
+                for (uint32_t m = 0; m < widths[i][w]; m++) {
+                    list.coord[list.count] = (uint16_t)((list.count * 7 + 3) % 131);
+                    list.width[list.count++] = (uint8_t)(4 >> w);
+                }
+            memcpy(list.by_width, level.by_width, sizeof level.by_width);
+            level.bits = list.bits = 4 * widths[i][0] + 2 * widths[i][1] + widths[i][2];
+            level.fours = akv_quad_fours(level.by_width);
+            const size_t bytes = (n + 1) / 2 + n / 16 * 2 * level.bits + (n % 16 * level.bits + 7) / 8;
+            void *b0;
+            uint8_t *run = odd_bytes(bytes, &b0, &rng);
+            float *z = must(malloc(131 * 4 * sizeof *z)), *start = must(malloc(1024 * 4 * sizeof *start));
+            uint16_t slots[1024];
+            int8_t *number = must(malloc((size_t)n * list.count)); /* step of coordinate m of residual t */
+            double *gain = must(malloc(n * sizeof *gain));
+            for (uint32_t t = 0; t < 1024; t++)
+                slots[t] = (uint16_t)((t * 77 + 5) % 1024);
+            for (uint32_t e = 0; e < 131 * 4; e++)
+                z[e] = (float)random_gauss(&rng);
+            for (uint32_t e = 0; e < 4096; e++)
+                start[e] = (float)exp(-12 * random_unit(&rng));
+            for (uint32_t t = 0; t < n; t++) {
+                const uint8_t *group = run + (n + 1) / 2 + (size_t)(t / 16) * 2 * level.bits;
+                uint32_t g = n - t / 16 * 16 < 16 ? n - t / 16 * 16 : 16, bit = 0;
+                gain[t] = exp2(((run[t / 2] >> (t % 2 * 4) & 15) - 8.0) / 3);
+                for (uint32_t m = 0; m < list.count; m++) {
+                    uint32_t at = bit + t % 16 * list.width[m], x = 0, w = list.width[m] == 4 ? 0 : list.width[m] == 2 ? 1 : 2;
+                    for (uint32_t b = 0; b < list.width[m]; b++)
+                        x |= (uint32_t)(group[(at + b) / 8] >> ((at + b) % 8) & 1) << b;
+                    number[t * list.count + m] = (int8_t)rint(ref_ladder_value(x, list.width[m]) / unit[w]);
+                    bit += g * list.width[m];
+                }
+            }
+            FOR_VARIANTS(k) {
+                int8_t *query = must(malloc(level.fours * 32));
+                int32_t bias[8];
+                float scale[4], *logits = must(malloc(4096 * sizeof *logits)), *sums = must(calloc(level.fours * 64, sizeof *sums));
+                float *folded = must(malloc(level.fours * 16 * sizeof *folded));
+                uint8_t *scratch = must(aligned_alloc(64, 24576));
+                k->quantise_level(z, &list, query, bias, scale);
+                memcpy(logits, start, 4096 * sizeof *logits);
+                k->code_dots(run, n, &level, query, bias, scale, slots, logits);
+                k->code_sums(run, n, &level, slots, start, scratch, sums);
+                k->fold_sums(sums, level.fours, folded);
+                for (uint32_t r = 0; r < 4; r++) {
+                    double whole[512], largest = 0, sum_bias[2] = {0};
+                    for (uint32_t w = 0, m = 0, four = 0; w < 3; four += (widths[i][w++] + 3) / 4)
+                        for (uint32_t e = 0; e < widths[i][w]; e++, m++) {
+                            const int8_t *q = query + (four + e / 4) * 32 + r * 4 + e % 4;
+                            double want = unit[w] * z[list.coord[m] * 4 + r];
+                            whole[m] = 256.0 * q[0] + q[16];
+                            CHECK_NEAR(whole[m] * scale[r], want, 0.501 * scale[r] + 4 * REF_U * fabs(want), "%s: quantised query", k->isa);
+                            largest = fmax(largest, fabs(whole[m]));
+                            sum_bias[0] -= q[0] * most[w];
+                            sum_bias[1] -= q[16] * most[w];
+                        }
+                    CHECK(largest == AKV_QUAD_CODE_MAX && bias[r] == sum_bias[0] && bias[4 + r] == sum_bias[1]);
+                    double top = 0;
+                    for (uint32_t t = 0; t < n; t++) {
+                        double sum = 0, size = 0, was = start[slots[t] * 4 + r];
+                        for (uint32_t m = 0; m < list.count; m++) {
+                            sum += whole[m] * number[t * list.count + m];
+                            size += fabs(whole[m] * number[t * list.count + m]);
+                        }
+                        CHECK_NEAR(logits[slots[t] * 4 + r], was + gain[t] * scale[r] * sum,
+                                   8 * REF_U * (fabs(was) + gain[t] * scale[r] * size), "%s: residual logit, n %u, widths %u %u %u",
+                                   k->isa, n, widths[i][0], widths[i][1], widths[i][2]);
+                        top = fmax(top, gain[t] * was);
+                    }
+                    for (uint32_t w = 0, m = 0, four = 0; w < 3; four += (widths[i][w++] + 3) / 4)
+                        for (uint32_t e = 0; e < widths[i][w]; e++, m++) {
+                            double sum = 0, size = 0;
+                            for (uint32_t t = 0; t < n; t++) {
+                                sum += gain[t] * start[slots[t] * 4 + r] * number[t * list.count + m];
+                                size += abs(number[t * list.count + m]);
+                            }
+                            CHECK_NEAR(folded[(four * 4 + e) * 4 + r], sum, (0.501 / 65535 + 8 * REF_U) * top * size,
+                                       "%s: value sum, n %u", k->isa, n);
+                        }
+                }
+                /* slots of nobody are as they were */
+                uint32_t touched = 0;
+                for (uint32_t t = n; t < 1024; t++)
+                    touched += memcmp(logits + slots[t] * 4, start + slots[t] * 4, 16) != 0;
+                CHECK_MSG(touched == 0, "%s: %u logits of other tokens changed", k->isa, touched);
+                z[list.coord[0] * 4 + 2] = NAN; /* must come out as NaN, not as a large whole number */
+                k->quantise_level(z, &list, query, bias, scale);
+                CHECK(isnan(scale[2]) && !isnan(scale[1]));
+                z[list.coord[0] * 4 + 2] = 0.5f;
+                free(query);
+                free(logits);
+                free(sums);
+                free(folded);
+                free(scratch);
+            }
+            free(b0);
+            free(z);
+            free(start);
+            free(number);
+            free(gain);
+        }
+}
+
+static void softmax_and_sums(void)
+{
+    akv_rng rng = {16};
+    for (uint32_t n = 16; n <= 1024; n += n < 64 ? 16 : 320) {
+        float x[4096], w[4096], max[4] = {-3, 1, -INFINITY, 0.5f};
+        for (uint32_t i = 0; i < n * 4; i++)
+            x[i] = i % 4 == 0 && i % 7 == 0 ? -INFINITY : (float)(40 * random_gauss(&rng));
+        FOR_VARIANTS(k) {
+            float top[4], sum[4] = {1, 2, 3, 4};
+            double want[4] = {1, 2, 3, 4};
+            memcpy(top, max, sizeof top);
+            k->row_max(x, n, top);
+            for (uint32_t r = 0; r < 4; r++) {
+                float best = max[r];
+                for (uint32_t i = r; i < n * 4; i += 4)
+                    best = x[i] > best ? x[i] : best;
+                CHECK(best == top[r]);
+            }
+            memcpy(w, x, sizeof w);
+            k->exp_sum(w, n, top, sum);
+            for (uint32_t i = 0; i < n * 4; i++) {
+                double d = (double)(x[i] - top[i % 4]), e = d < -87 ? 0 : exp(d);
+                CHECK_NEAR(w[i], e, 2.5e-7 * e, "%s: exp(%g)", k->isa, d);
+                want[i % 4] += e;
+            }
+            for (uint32_t r = 0; r < 4; r++)
+                CHECK_NEAR(sum[r], want[r], (2.5e-7 + ref_gamma(n)) * want[r], "%s: sum", k->isa);
+            float nan[64] = {0}, zero[4] = {0}, total[4] = {0};
+            nan[9] = NAN;
+            k->exp_sum(nan, 16, zero, total);
+            CHECK(isnan(nan[9]) && isnan(total[1]) && !isnan(total[0]));
+        }
+    }
+    for (uint32_t dim = 2; dim <= 130; dim += dim < 20 ? 2 : 37)
+        for (uint32_t n = 0; n < 40; n += 13) {
+            void *b0;
+            int8_t *rows = odd_bytes((size_t)n * dim, &b0, &rng);
+            float w[160], x[4 * 130], out[4 * 130], dots[160];
+            for (int i = 0; i < 160; i++)
+                w[i] = (float)random_gauss(&rng);
+            for (uint32_t i = 0; i < 4 * dim; i++)
+                x[i] = (float)random_gauss(&rng);
+            FOR_VARIANTS(k) {
+                memcpy(out, x, 4 * dim * sizeof *x);
+                k->bytes_sum(w, rows, n, dim, out);
+                k->bytes_dot(x, rows, n, dim, dots);
+                for (uint32_t r = 0; r < 4; r++) {
+                    for (uint32_t i = 0; i < dim; i++) {
+                        double sum = x[r * dim + i], size = fabs(sum);
+                        for (uint32_t a = 0; a < n; a++) {
+                            sum += (double)w[a * 4 + r] * rows[a * dim + i];
+                            size += fabs((double)w[a * 4 + r] * rows[a * dim + i]);
+                        }
+                        CHECK_NEAR(out[r * dim + i], sum, ref_gamma(n) * size, "%s: bytes_sum", k->isa);
+                    }
+                    for (uint32_t a = 0; a < n; a++) {
+                        double sum = 0, size = 0;
+                        for (uint32_t i = 0; i < dim; i++) {
+                            sum += (double)x[r * dim + i] * rows[a * dim + i];
+                            size += fabs((double)x[r * dim + i] * rows[a * dim + i]);
+                        }
+                        CHECK_NEAR(dots[a * 4 + r], sum, ref_gamma(dim) * size, "%s: bytes_dot", k->isa);
+                    }
+                }
+                uint32_t anchor[64];
+                float hist[64] = {0}, weights[256], by[64];
+                double want[64] = {0};
+                for (uint32_t t = 0; t < 64; t++) {
+                    anchor[t] = t * 5 % 16;
+                    by[t] = w[t];
+                    for (uint32_t r = 0; r < 4; r++) {
+                        weights[akv_quad_slot(t) * 4 + r] = (float)(t + r) / 64;
+                        if (t < 50)
+                            want[anchor[t] * 4 + r] += (double)by[t] * (t + r) / 64;
+                    }
+                }
+                k->histogram(anchor, by, 50, weights, hist);
+                for (int i = 0; i < 64; i++)
+                    CHECK_NEAR(hist[i], want[i], 1e-5, "%s: histogram", k->isa);
+            }
+            free(b0);
+        }
+}
+
+int main(int argc, char **argv)
+{
+    TEST_INIT(argc, argv);
+    find_variants();
+    printf("variants:");
+    for (int v = 0; v < num_variants; v++)
+        printf(" %s", variants[v]->isa);
+    printf("\n");
+    TEST(unpacking);
+    TEST(turning);
+    TEST(anchors);
+    TEST(sorting);
+    TEST(codes);
+    TEST(softmax_and_sums);
+    return TEST_DONE();
+}
