@@ -62,6 +62,7 @@ typedef struct akv_experiment {
     uint16_t level_bits[16];    /* bits per residual of each level, rising */
     int uniform_anchors;        /* the free anchors uniformly at random instead of for coverage */
     uint32_t anchor_rounds;     /* rounds that turn free anchors into centroids; 0: they stay tokens */
+    uint32_t most_attended;     /* most free anchors chosen by score, whatever rho says; 0: no limit */
     double pool_weight;         /* weight of what is spread over neighbours, 0..1 */
 } akv_experiment;
 

@@ -68,6 +68,7 @@ class Experiment(C.Structure):
         ("level_bits", C.c_uint16 * 16),
         ("uniform_anchors", C.c_int),
         ("anchor_rounds", C.c_uint32),
+        ("most_attended", C.c_uint32),
         ("pool_weight", C.c_double),
     ]
 

@@ -87,6 +87,8 @@ static void anchors_task(void *opaque, size_t task)
     /* rank[K] is filled later; until then its memory serves as the mask. */
     uint8_t *mask = (uint8_t *)(job->rank[AKV_SIDE_K] + head * job->S);
     uint64_t top = x->no_random_anchors ? free_anchors : (uint64_t)(x->rho * (double)free_anchors);
+    if (job->ladder != NULL && x->most_attended > 0 && top > x->most_attended)
+        top = x->most_attended;
     if (top > earlier)
         top = earlier;
     float *pooled = job->pooled + head * job->S;

@@ -11,6 +11,8 @@
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
+#define LANES 16u
+
 static bool pre_rope(const akv_job *job)
 {
     return job->header->rotary_dim != 0 && job->experiment->anchor_space == AKV_ANCHOR_PRE_ROPE;
@@ -164,6 +166,35 @@ static float norm_of(const float *x, uint32_t dim)
     return (float)sqrt(sum);
 }
 
+/* The entry of x[0..n) that is largest in size, if larger than *have: -> *have, and first + its number -> *number. */
+static void largest(const float *x, uint32_t n, uint32_t first, float *have, uint32_t *number)
+{
+    float best[LANES], most = fabsf(*have);
+    uint32_t at[LANES] = {0}, found = UINT32_MAX;
+    for (uint32_t j = 0; j < LANES; j++)
+        best[j] = -1.0f;
+    for (uint32_t a = 0; a + LANES <= n; a += LANES) /* lanes, so that compilers vectorise it */
+        for (uint32_t j = 0; j < LANES; j++) {
+            float size = fabsf(x[a + j]);
+            at[j] = size > best[j] ? a : at[j];
+            best[j] = size > best[j] ? size : best[j];
+        }
+    for (uint32_t j = 0; j < LANES; j++) /* of equal ones the first */
+        if (n >= LANES && (best[j] > most || (best[j] == most && found != UINT32_MAX && at[j] + j < found))) {
+            most = best[j];
+            found = at[j] + j;
+        }
+    for (uint32_t a = n / LANES * LANES; a < n; a++)
+        if (fabsf(x[a]) > most) {
+            most = fabsf(x[a]);
+            found = a;
+        }
+    if (found != UINT32_MAX) {
+        *have = x[found];
+        *number = first + found;
+    }
+}
+
 void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
                          uint32_t *nearest, float *along)
 {
@@ -176,14 +207,8 @@ void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n
     for (uint32_t a0 = 0; a0 < job->k; a0 += AKV_ANCHOR_TILE) {
         uint32_t na = job->k - a0 < AKV_ANCHOR_TILE ? job->k - a0 : AKV_ANCHOR_TILE;
         akv_gemm_nt(n, na, dim, rows, dim, unit + (size_t)a0 * dim, dim, s->sims, AKV_ANCHOR_TILE);
-        for (uint32_t i = 0; i < n; i++) {
-            const float *sims = s->sims + (size_t)i * AKV_ANCHOR_TILE;
-            for (uint32_t a = 0; a < na; a++)
-                if (fabsf(sims[a]) > fabsf(along[i])) {
-                    along[i] = sims[a];
-                    nearest[i] = a0 + a;
-                }
-        }
+        for (uint32_t i = 0; i < n; i++)
+            largest(s->sims + (size_t)i * AKV_ANCHOR_TILE, na, a0, &along[i], &nearest[i]);
     }
 }
 

@@ -106,7 +106,8 @@ void akv_experiment_init_default(akv_experiment *experiment)
     static const uint16_t level_bits[] = {24, 48, 72, 108, 168, 256, 512};
     akv_experiment_init(experiment);
     experiment->scale_rule = AKV_SCALE_LEAST_SQUARES;
-    experiment->rho = 0.25;
+    experiment->rho = 0.4;
+    experiment->most_attended = 40;
     experiment->tokens_per_anchor = 32;
     experiment->anchor_rounds = 4;
     experiment->sinks = 4;
