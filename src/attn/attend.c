@@ -112,7 +112,9 @@ static void carve(akv_call *c, akv_arena *arena)
 {
     const akv_attend_params *p = c->params;
     uint64_t rows = (uint64_t)p->gqa_group * p->num_queries;
-    c->chunk_rows = rows < AKV_ATTEND_ROWS ? (uint32_t)rows : AKV_ATTEND_ROWS;
+    const bool tiles = rows > AKV_TILE_ROWS;
+    const uint32_t most_rows = tiles ? AKV_TILE_MOST_ROWS : AKV_ATTEND_ROWS;
+    c->chunk_rows = rows < most_rows ? (uint32_t)rows : most_rows;
     c->num_parts = parts_of(p->tail_tokens);
     uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
@@ -138,7 +140,10 @@ static void carve(akv_call *c, akv_arena *arena)
     uint64_t tasks = (uint64_t)p->num_kv_heads * c->num_parts;
     c->num_slots = akv_num_slots(p->executor, tasks);
 
-    uint64_t r = c->chunk_rows, dk = p->head_dim_k, dv = p->head_dim_v, dim = dk > dv ? dk : dv;
+    bool ladder = false;
+    for (uint32_t i = 0; i < p->num_segments; i++)
+        ladder |= akv_header_of(p->segments[i])->coding == AKV_CODING_LADDER && akv_header_of(p->segments[i])->kind == AKV_SEGMENT_COMPRESSED;
+    uint64_t r = c->chunk_rows, few = r < AKV_ATTEND_ROWS ? r : AKV_ATTEND_ROWS, dk = p->head_dim_k, dv = p->head_dim_v, dim = dk > dv ? dk : dv;
     c->slots = AKV_TAKE(arena, atomic_flag, c->num_slots);
     c->scratch = AKV_TAKE(arena, akv_scratch, c->num_slots);
     c->partials = AKV_TAKE(arena, akv_partial, tasks);
@@ -163,22 +168,25 @@ static void carve(akv_call *c, akv_arena *arena)
     for (uint32_t i = 0; i < c->num_slots; i++) {
         akv_scratch s;
         s.query = AKV_TAKE(arena, float, r * dk);
-        s.turned = AKV_TAKE(arena, float, r * dk);
-        s.rotated = AKV_TAKE(arena, float, r * dk);
-        s.logits = AKV_TAKE(arena, float, r * AKV_BLOCK_TOKENS);
-        s.hist = AKV_TAKE(arena, float, r * most_anchors);
-        s.coded = AKV_TAKE(arena, float, r * dv);
+        s.turned = AKV_TAKE(arena, float, few * dk);
+        s.rotated = AKV_TAKE(arena, float, few * dk);
+        s.logits = AKV_TAKE(arena, float, few * AKV_BLOCK_TOKENS);
+        s.hist = AKV_TAKE(arena, float, few * most_anchors);
+        s.coded = AKV_TAKE(arena, float, few * dv);
         s.group = AKV_TAKE(arena, float, dim * AKV_GROUP_LANES);
         s.vector = AKV_TAKE(arena, float, dim);
         s.phase = AKV_TAKE(arena, double, (uint64_t)most_planes * 4);
         s.mean = AKV_TAKE(arena, float, dk);
         for (int side = 0; side < AKV_SIDES; side++) {
-            s.levels[side] = AKV_TAKE(arena, float, most_levels * r * (side == AKV_SIDE_K ? dk : dv));
+            s.levels[side] = AKV_TAKE(arena, float, most_levels * few * (side == AKV_SIDE_K ? dk : dv));
             s.lists[side] = AKV_TAKE(arena, akv_level_list, most_levels);
         }
         if (quad.levels != 0)
             akv_quad_take(arena, &quad, &s.quad);
         s.quad.dim = quad.dim;
+        memset(&s.tile, 0, sizeof s.tile);
+        if (tiles)
+            akv_tiles_take(arena, c->chunk_rows, p->head_dim_k, p->head_dim_v, ladder && r > AKV_TILE_LADDER_ROWS, &s.tile);
         if (arena->base != NULL) {
             c->scratch[i] = s;
             atomic_flag_clear(&c->slots[i]);
@@ -276,20 +284,33 @@ static void run_task(void *opaque, size_t index)
     uint64_t size = part_tokens(tokens);
     task.begin = part * size;
     task.end = tokens - task.begin < size ? tokens : task.begin + size;
-    if (i == p->num_segments) {
-        akv_attend_dense(&task, &p->tail_keys, &p->tail_values, true, scratch, out);
-    } else if (akv_header_of(p->segments[i])->kind == AKV_SEGMENT_COMPRESSED) {
-        if (akv_quad_fits(akv_header_of(p->segments[i])))
-            akv_attend_ladder_quads(&task, p->segments[i], &c->tables[i], scratch, out);
-        else if (akv_header_of(p->segments[i])->coding == AKV_CODING_LADDER)
-            akv_attend_ladder(&task, p->segments[i], &c->tables[i], scratch, out);
+    const akv_segment *segment = i == p->num_segments ? NULL : p->segments[i];
+    const akv_header *h = segment == NULL ? NULL : akv_header_of(segment);
+    if (h == NULL || h->kind != AKV_SEGMENT_COMPRESSED) {
+        akv_tensor k = p->tail_keys, v = p->tail_values;
+        if (h != NULL) {
+            k = akv_tensor_contiguous(akv_section_of(segment, AKV_SEC_DENSE), (akv_dtype)h->dense_dtype, tokens, p->head_dim_k);
+            v = akv_tensor_contiguous(akv_section_of(segment, AKV_SEC_DENSE + 1), (akv_dtype)h->dense_dtype, tokens, p->head_dim_v);
+        }
+        if (c->rows > AKV_TILE_ROWS)
+            akv_attend_dense_tiles(&task, &k, &v, h == NULL, scratch, out);
         else
-            akv_attend_compressed(&task, p->segments[i], &c->tables[i], scratch, out);
+            akv_attend_dense(&task, &k, &v, h == NULL, scratch, out);
+    } else if (h->coding == AKV_CODING_LADDER && c->rows > AKV_TILE_LADDER_ROWS) {
+        akv_attend_ladder_tiles(&task, segment, scratch, out);
     } else {
-        akv_dtype dtype = (akv_dtype)akv_header_of(p->segments[i])->dense_dtype;
-        akv_tensor k = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE), dtype, tokens, p->head_dim_k);
-        akv_tensor v = akv_tensor_contiguous(akv_section_of(p->segments[i], AKV_SEC_DENSE + 1), dtype, tokens, p->head_dim_v);
-        akv_attend_dense(&task, &k, &v, false, scratch, out);
+        for (uint32_t r = 0; r < c->rows; r += AKV_ATTEND_ROWS) {
+            akv_task some = task;
+            akv_partial at = {out->max + r, out->sum + r, out->acc + (size_t)r * p->head_dim_v};
+            some.row0 += r;
+            some.rows = c->rows - r < AKV_ATTEND_ROWS ? c->rows - r : AKV_ATTEND_ROWS;
+            if (akv_quad_fits(h))
+                akv_attend_ladder_quads(&some, segment, &c->tables[i], scratch, &at);
+            else if (h->coding == AKV_CODING_LADDER)
+                akv_attend_ladder(&some, segment, &c->tables[i], scratch, &at);
+            else
+                akv_attend_compressed(&some, segment, &c->tables[i], scratch, &at);
+        }
     }
     akv_return_slot(c->slots, slot);
 }

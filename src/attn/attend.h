@@ -12,8 +12,15 @@
 
 #include <stdatomic.h>
 
-/* Most query rows handled together: bounds the workspace when many query tokens come at once. */
+/* Most query rows handled together by the paths that keep logits of a whole block. */
 #define AKV_ATTEND_ROWS 32u
+/*
+ * With more rows than this a KV head's tokens are brought to f32 tile by tile (tiles.c), for so many rows at a time. For LADDER
+ * segments that pays late: rebuilding takes about 950 ns per token at d = 128, a row then 5 ns instead of 8.5.
+ */
+#define AKV_TILE_ROWS 24u
+#define AKV_TILE_LADDER_ROWS 288u
+#define AKV_TILE_MOST_ROWS 512u
 /* Positions are turned as (multiple of this) + offset; offsets have a table. */
 #define AKV_TURN_SPAN 64
 
@@ -44,6 +51,20 @@ typedef struct akv_quad_scratch {
     float *vectors;     /* [4][dim] */
 } akv_quad_scratch;
 
+/* Scratch of one running task of tiles.c. */
+typedef struct akv_tile_scratch {
+    float *keys;               /* [64, d_k] */
+    float *turned_keys;        /* [d_k, 64] */
+    float *values;             /* [64, d_v] */
+    float *logits;             /* [rows, 64] */
+    float *shrink;             /* [rows] */
+    double *phase;             /* [4, rotary_dim / 2] */
+    float *residual;           /* [dim, 64] */
+    float *turned_values;      /* [d_v, 64] */
+    float *coded[AKV_SIDES];   /* [16 tiles, coords, 64] residuals of a block */
+    float *basis[AKV_SIDES];   /* [basis_dim, basis_cols] */
+} akv_tile_scratch;
+
 /* Largest sizes among the segments of a call. */
 typedef struct akv_quad_sizes {
     uint32_t padded_planes, padded_rest, anchors, levels, dim;
@@ -64,6 +85,7 @@ typedef struct akv_scratch {
     float *mean;    /* LADDER: [d_k] in units */
     double *phase;  /* [4, rotary_dim / 2] cos, sin of the span; cos, sin of one span's step */
     akv_quad_scratch quad;
+    akv_tile_scratch tile;
 } akv_scratch;
 
 /* cos/sin of the offsets inside a span, [AKV_TURN_SPAN, rotary_dim / 2] each; shared by all tasks of a call. */
@@ -102,11 +124,11 @@ typedef struct akv_task {
 void akv_load_queries(const akv_task *task, akv_scratch *scratch);
 
 /*
- * Fold one block of n unscaled logits per row (row stride AKV_BLOCK_TOKENS) into the running max and sum: scaled, capped,
+ * Fold one block of n unscaled logits per row (row stride in elements) into the running max and sum: scaled, capped,
  * and where masked is set hidden or shifted by the tail's mask. On return logits hold exp(logit - max), and shrink[r] is
  * the factor by which what row r accumulated before must be multiplied. b0 = first token of the block within the tail.
  */
-void akv_softmax_block(const akv_task *task, float *logits, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
+void akv_softmax_block(const akv_task *task, float *logits, size_t stride, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
                        float *shrink);
 
 /* rows[r][0..width) *= shrink[r]. */
@@ -119,6 +141,15 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
 /* The same for the LADDER coding. */
 void akv_attend_ladder(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
                        akv_partial *out);
+
+/* Many rows at once (tiles.c). */
+void akv_tiles_take(akv_arena *arena, uint32_t rows, uint32_t dk, uint32_t dv, bool ladder, akv_tile_scratch *scratch);
+void akv_attend_dense_tiles(const akv_task *task, const akv_tensor *keys, const akv_tensor *values, bool masked, akv_scratch *scratch,
+                            akv_partial *out);
+void akv_attend_ladder_tiles(const akv_task *task, const akv_segment *segment, akv_scratch *scratch, akv_partial *out);
+
+/* Row [head, token] of a tensor as f32, copied. */
+void akv_dense_row(const akv_kernels *kernels, const akv_tensor *t, uint32_t head, uint64_t token, uint32_t dim, float *out);
 
 /* The same four rows at a time, for segments that akv_quad_fits. */
 bool akv_quad_fits(const akv_header *h);

@@ -207,7 +207,7 @@ void akv_attend_compressed(const akv_task *task, const akv_segment *segment, con
         float shrink[AKV_ATTEND_ROWS];
         anchor_logits(&c, b0, n);
         residual_logits(&c, block, n);
-        akv_softmax_block(task, s->logits, 0, n, false, out->max, out->sum, shrink);
+        akv_softmax_block(task, s->logits, AKV_BLOCK_TOKENS, 0, n, false, out->max, out->sum, shrink);
         akv_shrink_rows(s->hist, rows, h->num_anchors, shrink);
         akv_shrink_rows(s->coded, rows, dv, shrink);
         value_anchors(&c, b0, n);

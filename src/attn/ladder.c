@@ -222,7 +222,7 @@ void akv_attend_ladder(const akv_task *task, const akv_segment *segment, const a
         float shrink[AKV_ATTEND_ROWS];
         anchor_logits(&c, b0, n);
         residuals(&c, AKV_SIDE_K, block, n);
-        akv_softmax_block(task, s->logits, 0, n, false, out->max, out->sum, shrink);
+        akv_softmax_block(task, s->logits, AKV_BLOCK_TOKENS, 0, n, false, out->max, out->sum, shrink);
         akv_shrink_rows(s->hist, rows, h->num_anchors, shrink);
         for (uint32_t l = 0; l < h->num_levels; l++)
             akv_shrink_rows(s->levels[AKV_SIDE_V] + (size_t)l * rows * dv, rows, s->lists[AKV_SIDE_V][l].count, shrink);

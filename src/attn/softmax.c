@@ -32,14 +32,14 @@ static void apply_mask(const akv_attend_params *p, float *logits, uint32_t t, ui
             logits[i] = -INFINITY;
 }
 
-void akv_softmax_block(const akv_task *task, float *logits, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
+void akv_softmax_block(const akv_task *task, float *logits, size_t stride, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
                        float *shrink)
 {
     const akv_attend_params *p = task->params;
     const akv_kernels *kernels = task->kernels;
     const float cap = (float)p->logit_softcap;
     for (uint32_t r = 0; r < task->rows; r++) {
-        float *l = logits + (size_t)r * AKV_BLOCK_TOKENS;
+        float *l = logits + r * stride;
         float m = kernels->scale_max(l, n, (float)p->sm_scale, cap == 0.0f && !masked ? max[r] : -INFINITY);
         if (cap != 0.0f || masked) {
             if (cap != 0.0f)
@@ -80,6 +80,13 @@ static const float *row_of(const akv_kernels *kernels, const akv_tensor *t, uint
     return buffer;
 }
 
+void akv_dense_row(const akv_kernels *kernels, const akv_tensor *t, uint32_t head, uint64_t token, uint32_t dim, float *out)
+{
+    const float *row = row_of(kernels, t, head, token, dim, out);
+    if (row != out)
+        memcpy(out, row, dim * sizeof *out);
+}
+
 void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_tensor *values, bool masked, akv_scratch *s,
                       akv_partial *out)
 {
@@ -94,7 +101,7 @@ void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_te
         for (uint32_t i = 0; i < n; i++)
             kernels->rows_dot(s->query, rows, row_of(kernels, keys, task->kv_head, b0 + i, dk, s->vector), dk, 1.0f,
                               s->logits + i, AKV_BLOCK_TOKENS);
-        akv_softmax_block(task, s->logits, b0, n, masked, out->max, out->sum, shrink);
+        akv_softmax_block(task, s->logits, AKV_BLOCK_TOKENS, b0, n, masked, out->max, out->sum, shrink);
         akv_shrink_rows(out->acc, rows, dv, shrink);
         for (uint32_t i = 0; i < n; i++)
             kernels->rows_axpy(s->logits + i, AKV_BLOCK_TOKENS, rows,

@@ -154,6 +154,12 @@ typedef struct akv_quad_kernels {
 
     /* out[a][r] = sum_i x[r][i] * rows[a][i]: x [4][dim]. */
     void (*bytes_dot)(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out);
+
+    /* out[r][t] = sum_i x[r][i] * columns[i][t], t < 64: x [rows][dim], columns [dim][64], out [rows][64]. */
+    void (*tile_dots)(const float *x, uint32_t rows, uint32_t dim, const float *columns, float *out);
+
+    /* out[r][i] += sum_t w[r * stride + t] * x[t][i]: x [n][dim], out [rows][dim]. */
+    void (*tile_sums)(const float *w, size_t stride, uint32_t rows, const float *x, uint32_t n, uint32_t dim, float *out);
 } akv_quad_kernels;
 
 #define AKV_KERNELS(isa, level)

@@ -840,9 +840,80 @@ static void bytes_dot(const float *x, const int8_t *rows, uint32_t n, uint32_t d
     }
 }
 
+/* R rows (1 to 6) of tile_dots: 24 accumulators at most. */
+#define TILE_DOTS(R)                                                                                                           \
+    do {                                                                                                                       \
+        __m512 acc[R][4];                                                                                                      \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            acc[k][0] = acc[k][1] = acc[k][2] = acc[k][3] = _mm512_setzero_ps();                                               \
+        for (uint32_t i = 0; i < dim; i++) {                                                                                   \
+            const float *c = columns + (size_t)i * 64;                                                                         \
+            const __m512 c0 = _mm512_loadu_ps(c), c1 = _mm512_loadu_ps(c + 16), c2 = _mm512_loadu_ps(c + 32),                  \
+                         c3 = _mm512_loadu_ps(c + 48);                                                                         \
+            for (uint32_t k = 0; k < R; k++) {                                                                                 \
+                const __m512 q = _mm512_set1_ps(x[(size_t)(r + k) * dim + i]);                                                 \
+                acc[k][0] = _mm512_fmadd_ps(q, c0, acc[k][0]);                                                                 \
+                acc[k][1] = _mm512_fmadd_ps(q, c1, acc[k][1]);                                                                 \
+                acc[k][2] = _mm512_fmadd_ps(q, c2, acc[k][2]);                                                                 \
+                acc[k][3] = _mm512_fmadd_ps(q, c3, acc[k][3]);                                                                 \
+            }                                                                                                                  \
+        }                                                                                                                      \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            for (uint32_t v = 0; v < 4; v++)                                                                                   \
+                _mm512_storeu_ps(out + (size_t)(r + k) * 64 + 16 * v, acc[k][v]);                                              \
+    } while (0)
+
+static void tile_dots(const float *x, uint32_t rows, uint32_t dim, const float *columns, float *out)
+{
+    uint32_t r = 0;
+    for (; r + 6 <= rows; r += 6)
+        TILE_DOTS(6);
+    for (; r < rows; r++)
+        TILE_DOTS(1);
+}
+
+/* R rows of tile_sums over 64 coordinates from i on. */
+#define TILE_SUMS(R)                                                                                                           \
+    do {                                                                                                                       \
+        __m512 acc[R][4];                                                                                                      \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            for (uint32_t v = 0; v < 4; v++)                                                                                   \
+                acc[k][v] = _mm512_maskz_loadu_ps(mask[v], out + (size_t)(r + k) * dim + i + 16 * v);                          \
+        for (uint32_t t = 0; t < n; t++) {                                                                                     \
+            const float *c = x + (size_t)t * dim + i;                                                                          \
+            const __m512 c0 = _mm512_maskz_loadu_ps(mask[0], c), c1 = _mm512_maskz_loadu_ps(mask[1], c + 16),                  \
+                         c2 = _mm512_maskz_loadu_ps(mask[2], c + 32), c3 = _mm512_maskz_loadu_ps(mask[3], c + 48);             \
+            for (uint32_t k = 0; k < R; k++) {                                                                                 \
+                const __m512 q = _mm512_set1_ps(w[(r + k) * stride + t]);                                                      \
+                acc[k][0] = _mm512_fmadd_ps(q, c0, acc[k][0]);                                                                 \
+                acc[k][1] = _mm512_fmadd_ps(q, c1, acc[k][1]);                                                                 \
+                acc[k][2] = _mm512_fmadd_ps(q, c2, acc[k][2]);                                                                 \
+                acc[k][3] = _mm512_fmadd_ps(q, c3, acc[k][3]);                                                                 \
+            }                                                                                                                  \
+        }                                                                                                                      \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            for (uint32_t v = 0; v < 4; v++)                                                                                   \
+                _mm512_mask_storeu_ps(out + (size_t)(r + k) * dim + i + 16 * v, mask[v], acc[k][v]);                           \
+    } while (0)
+
+static void tile_sums(const float *w, size_t stride, uint32_t rows, const float *x, uint32_t n, uint32_t dim, float *out)
+{
+    for (uint32_t i = 0; i < dim; i += 64) {
+        __mmask16 mask[4];
+        for (uint32_t v = 0; v < 4; v++)
+            mask[v] = (__mmask16)low_bits(i + 16 * v >= dim ? 0 : dim - i - 16 * v < 16 ? dim - i - 16 * v : 16);
+        uint32_t r = 0;
+        for (; r + 6 <= rows; r += 6)
+            TILE_SUMS(6);
+        for (; r < rows; r++)
+            TILE_SUMS(1);
+    }
+}
+
 const akv_quad_kernels akv_quad_avx512 = {
     "avx512",  unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels, quantise_level, code_dots,
     code_sums, fold_sums,      row_max,   exp_sum,     histogram,     bytes_sum,   bytes_dot,
+    tile_dots, tile_sums,
 };
 
 #  ifdef __clang__

@@ -366,7 +366,27 @@ static void bytes_dot(const float *x, const int8_t *rows, uint32_t n, uint32_t d
     }
 }
 
+static void tile_dots(const float *x, uint32_t rows, uint32_t dim, const float *columns, float *out)
+{
+    for (uint32_t r = 0; r < rows; r++) {
+        float sum[64] = {0};
+        for (uint32_t i = 0; i < dim; i++)
+            for (uint32_t t = 0; t < 64; t++)
+                sum[t] += x[(size_t)r * dim + i] * columns[(size_t)i * 64 + t];
+        memcpy(out + (size_t)r * 64, sum, sizeof sum);
+    }
+}
+
+static void tile_sums(const float *w, size_t stride, uint32_t rows, const float *x, uint32_t n, uint32_t dim, float *out)
+{
+    for (uint32_t r = 0; r < rows; r++)
+        for (uint32_t t = 0; t < n; t++)
+            for (uint32_t i = 0; i < dim; i++)
+                out[(size_t)r * dim + i] += w[r * stride + t] * x[(size_t)t * dim + i];
+}
+
 const akv_quad_kernels AKV_ISA(akv_quad) = {
     AKV_ISA_NAME, unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels, quantise_level, code_dots,
     code_sums,    fold_sums,      row_max,   exp_sum,     histogram,     bytes_sum,   bytes_dot,
+    tile_dots,    tile_sums,
 };

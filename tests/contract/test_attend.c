@@ -393,6 +393,12 @@ static void random_mixtures(void)
 /* The table of cases once more for the ladder coding. */
 static void ladder(void)
 {
+    /* as many rows as are worth rebuilding tokens for, and some more than go at once */
+    CASE(.name = "ladder, 300 rows", .T = 150, .G = 2, .H = 1, .segment_tokens = {1100, 65}, .segment_kind = "lc", .tail = 160, .seed = 3);
+    CASE(.name = "ladder, 520 rows", .T = 130, .G = 4, .H = 1, .dk = 80, .dv = 96, .rotary = 40, .segment_tokens = {200, 30},
+         .segment_kind = "ll", .tail = 70, .mask = 'm', .softcap = 9, .style = AKV_ROPE_INTERLEAVED, .gaps = 1, .seed = 4);
+    CASE(.name = "ladder, 300 rows, 1 token", .T = 300, .G = 1, .H = 2, .segment_tokens = {1}, .segment_kind = "l", .seed = 5);
+
     const uint32_t dims[][2] = {{64, 64},   {80, 80},   {96, 96},  {112, 112}, {128, 128}, {192, 192},
                                 {256, 256}, {192, 128}, {64, 128}, {6, 10},    {2, 2}};
     for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++)

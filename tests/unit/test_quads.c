@@ -432,6 +432,56 @@ static void softmax_and_sums(void)
         }
 }
 
+static void tiles(void)
+{
+    akv_rng rng = {17};
+    for (uint32_t dim = 0; dim <= 130; dim += dim < 6 ? 2 : 31)
+        for (uint32_t rows = 0; rows <= 13; rows++)
+            for (uint32_t n = 1; n <= 64; n += 21) {
+                const size_t stride = n + rows % 3;
+                float *x = must(malloc((rows * dim + 1) * sizeof *x)), *columns = must(malloc((dim * 64 + 1) * sizeof *columns));
+                float *w = must(malloc((rows * stride + 1) * sizeof *w)), *tokens = must(malloc((n * dim + 1) * sizeof *tokens));
+                float *out = must(malloc((rows * 64 + 1) * sizeof *out)), *sums = must(malloc((rows * dim + 1) * sizeof *sums));
+                for (uint32_t i = 0; i < rows * dim; i++)
+                    x[i] = (float)random_gauss(&rng);
+                for (uint32_t i = 0; i < dim * 64; i++)
+                    columns[i] = (float)random_gauss(&rng);
+                for (uint32_t i = 0; i < rows * stride; i++)
+                    w[i] = (float)random_gauss(&rng);
+                for (uint32_t i = 0; i < n * dim; i++)
+                    tokens[i] = (float)random_gauss(&rng);
+                FOR_VARIANTS(k) {
+                    k->tile_dots(x, rows, dim, columns, out);
+                    memcpy(sums, x, rows * dim * sizeof *x);
+                    k->tile_sums(w, stride, rows, tokens, n, dim, sums);
+                    for (uint32_t r = 0; r < rows; r++) {
+                        for (uint32_t t = 0; t < 64; t++) {
+                            double sum = 0, size = 0;
+                            for (uint32_t i = 0; i < dim; i++) {
+                                sum += (double)x[r * dim + i] * columns[i * 64 + t];
+                                size += fabs((double)x[r * dim + i] * columns[i * 64 + t]);
+                            }
+                            CHECK_NEAR(out[r * 64 + t], sum, ref_gamma(dim) * size, "%s: tile_dots %u x %u", k->isa, rows, dim);
+                        }
+                        for (uint32_t i = 0; i < dim; i++) {
+                            double sum = x[r * dim + i], size = fabs(sum);
+                            for (uint32_t t = 0; t < n; t++) {
+                                sum += (double)w[r * stride + t] * tokens[t * dim + i];
+                                size += fabs((double)w[r * stride + t] * tokens[t * dim + i]);
+                            }
+                            CHECK_NEAR(sums[r * dim + i], sum, ref_gamma(n + 1) * size, "%s: tile_sums %u x %u", k->isa, rows, dim);
+                        }
+                    }
+                }
+                free(x);
+                free(columns);
+                free(w);
+                free(tokens);
+                free(out);
+                free(sums);
+            }
+}
+
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
@@ -446,5 +496,6 @@ int main(int argc, char **argv)
     TEST(sorting);
     TEST(codes);
     TEST(softmax_and_sums);
+    TEST(tiles);
     return TEST_DONE();
 }
