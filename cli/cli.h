@@ -210,6 +210,10 @@ void cli_report_print(const cli_report *report); /* on standard error */
 int cli_report_json(const cli_report *report, const char *path);
 /* The same sum for programs: "total" and one number per kind. */
 struct cJSON *cli_bytes_json(const akv_bytes *bytes);
+/* A string member; bytes that are no UTF-8 become U+FFFD, so that the file stays JSON. */
+void cli_json_text(struct cJSON *object, const char *key, const char *text, size_t bytes);
+/* Prints the tree to a file ("-" = standard output) and deletes it. */
+int cli_json_write(struct cJSON *root, const char *path);
 /* One line per kind, e.g. for info and plan: "  anchors  1.2 MiB  12.3 %". */
 void cli_print_bytes_by_kind(void *stream, const akv_bytes *bytes);
 
@@ -227,6 +231,7 @@ extern const cli_command cli_cmd_pack;
 extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;
 extern const cli_command cli_cmd_plan;
+extern const cli_command cli_cmd_eval;
 
 /* After getopt_long met something it does not know. */
 int cli_usage(const cli_command *command);

@@ -1,0 +1,1 @@
+typedef int eval_plot_todo;
