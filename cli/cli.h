@@ -47,6 +47,9 @@ void cli_note(const char *format, ...) __attribute__((format(printf, 1, 2))); /*
  */
 void cli_signals_install(void);
 int cli_interrupted(void); /* the signal's number, or 0 */
+/* The interruption has ended the work; what is left, e.g. writing what was measured, may take its time. A further signal
+ * counts as the first one. */
+void cli_interruption_over(void);
 
 /* ----------------------------------------------------------------------------------------------------------- files */
 

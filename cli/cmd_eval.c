@@ -46,7 +46,8 @@ void eval_note(const eval_run *run, const char *format, ...)
 int eval_failed(eval_run *run, eval_way *way, akv_status status, const akv_diag *diag)
 {
     cli_progress_end(&run->session.progress);
-    if (way == NULL || status == AKV_E_CANCELLED || status == AKV_E_NO_MEMORY || status == AKV_E_BAD_STATE)
+    /* without the control nothing else would mean anything; a model that cannot be hosted ends here */
+    if (way == NULL || way->kind == EVAL_EXACT || way->kind == EVAL_DENSE || status == AKV_E_CANCELLED || status == AKV_E_NO_MEMORY || status == AKV_E_BAD_STATE)
         return cli_fail_diag(status, diag, run->label);
     snprintf(way->reason, sizeof way->reason, "%.300s", diag->message);
     cli_warn("%s: left out: %s", run->label, way->reason);
@@ -81,6 +82,8 @@ akv_status eval_compress(eval_run *run, eval_way *way, akv_diag *diag)
     akv_llama_store_release(store); /* the host holds it now */
     if (status != AKV_OK)
         return status;
+    if (!run->counting)
+        return AKV_OK;
     way->bytes += way->kind == EVAL_ROTATED ? peer.bytes : stats.compressed_bytes;
     way->dense_bytes += stats.dense_cache_bytes;
     way->compress_seconds += stats.compress_seconds;
@@ -327,6 +330,7 @@ static int run_eval(int argc, char **argv)
         run->options = &o;
         code = measure(run, &o);
         run->seconds = cli_now() - start;
+        cli_interruption_over(); /* the exit code remembers it; the results are still to be written */
         if (measured_anything(run)) {
             const int shown = show(run);
             code = code == CLI_OK ? shown : code;

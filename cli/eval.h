@@ -104,6 +104,7 @@ typedef struct eval_run {
     size_t num_head;
     eval_way ways[EVAL_MAX_WAYS];
     size_t num_ways;
+    bool counting; /* bytes and time of the caches: those of one length, the pieces' where there are any */
     bool complete;
     double seconds;
     char label[80]; /* what is being done, for the bar */

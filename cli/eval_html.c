@@ -142,7 +142,10 @@ static bool main_row(cli_buffer *page, const eval_row *r)
     if (ok && r->way->reason[0] != '\0' && r->pieces == 0 && r->questions == 0)
         return page_add(page, "<td>%.4gx</td><td colspan=\"7\">left out: ", r->way->ratio) && page_text(page, r->way->reason) &&
                page_add(page, "</td></tr>\n");
-    ok = ok && page_add(page, "<td>%.2fx</td><td>%s</td>", r->ratio, cli_bytes((uint64_t)(r->bytes + 0.5)));
+    if (r->bytes != 0.0)
+        ok = ok && page_add(page, "<td>%.2fx</td><td>%s</td>", r->ratio, cli_bytes((uint64_t)(r->bytes + 0.5)));
+    else
+        ok = ok && page_add(page, "<td>-</td><td>-</td>");
     if (r->pieces != 0)
         ok = ok && page_add(page, "<td>%.3f</td><td>%+.2f %% &plusmn; %.2f</td><td>%.5f &plusmn; %.5f</td><td>%.1f %%</td>", r->ppl,
                             100.0 * r->ppl_rise, 100.0 * r->ppl_rise_error, r->kld, r->kld_error, 100.0 * r->top1);

@@ -315,6 +315,7 @@ int eval_retrieval(eval_run *run)
 {
     const eval_options *o = run->options;
     int code = CLI_OK;
+    run->counting = o->pieces == 0;
     for (uint64_t sample = 0; code == CLI_OK && sample < o->samples; sample++) {
         context c;
         akv_diag diag = {AKV_OK, ""};

@@ -63,28 +63,29 @@ static double place(const axis *a, double v)
     return a->from + (x - low) / (high - low) * (a->to - a->from);
 }
 
-/* 1, 2, 5, 10 ... times a power of ten: the next one after v (or v itself). */
-static double round_up(double v)
+/* 1, 2, 5 (fine: 1, 2, 3, 5, 7) times a power of ten: the next one after v, or v itself. */
+static double round_up(double v, bool fine)
 {
-    const double power = pow(10.0, floor(log10(v) + 1e-9));
-    static const double steps[] = {1.0, 2.0, 5.0, 10.0};
-    for (size_t i = 0; i < 4; i++)
-        if (steps[i] * power >= v * (1.0 - 1e-9))
-            return steps[i] * power;
-    return 10.0 * power;
+    static const double coarse_steps[] = {1.0, 2.0, 5.0, 10.0}, fine_steps[] = {1.0, 2.0, 3.0, 5.0, 7.0, 10.0};
+    const double *steps = fine ? fine_steps : coarse_steps, power = pow(10.0, floor(log10(v) + 1e-9));
+    size_t i = 0;
+    while (steps[i] < 10.0 && steps[i] * power < v * (1.0 - 1e-9))
+        i++;
+    return steps[i] * power;
 }
 
 static size_t ticks(const axis *a, double out[32])
 {
     size_t n = 0;
     if (a->log) {
-        for (double v = round_up(a->low); v <= a->high * (1.0 + 1e-9) && n < 32; v = round_up(v * 1.001))
+        const bool fine = a->high < 300.0 * a->low;
+        for (double v = round_up(a->low, fine); v <= a->high * (1.0 + 1e-9) && n < 32; v = round_up(v * 1.001, fine))
             out[n++] = v;
         return n;
     }
-    const double step = round_up((a->high - a->low) / 6.0);
+    const double step = round_up((a->high - a->low) / 6.0, false);
     for (double k = ceil(a->low / step - 1e-9); k * step <= a->high + 1e-9 * step && n < 32; k += 1.0)
-        out[n++] = k * step;
+        out[n++] = k * step + 0.0; /* no -0 */
     return n;
 }
 

@@ -27,7 +27,7 @@ static void print_heading(const eval_run *run)
         printf(", asked %s\n", run->session.form == AKV_LLAMA_RAW ? "in plain text" : "through the chat template");
     }
     if (!run->complete)
-        printf("INCOMPLETE: the run ended early; each row says in the JSON report what it rests on\n");
+        printf("INCOMPLETE: the run ended early; each row says at its end what it rests on\n");
 }
 
 static void print_text_cells(const eval_row *r)
@@ -37,9 +37,13 @@ static void print_text_cells(const eval_row *r)
         printf("  %9s  %-16s %-20s %7s", "-", "-", "-", "-");
         return;
     }
-    if (r->way->kind != EVAL_DENSE)
-        snprintf(rise, sizeof rise, "%+.2f %% +- %.2f", 100.0 * r->ppl_rise, 100.0 * r->ppl_rise_error);
-    snprintf(kld, sizeof kld, "%.5f +- %.5f", r->kld, r->kld_error);
+    const bool spread = r->pieces > 1; /* one piece says nothing about it */
+    int n = r->way->kind != EVAL_DENSE ? snprintf(rise, sizeof rise, "%+.2f %%", 100.0 * r->ppl_rise) : 0;
+    if (spread && n > 0)
+        snprintf(rise + n, sizeof rise - (size_t)n, " +- %.2f", 100.0 * r->ppl_rise_error);
+    n = snprintf(kld, sizeof kld, "%.5f", r->kld);
+    if (spread)
+        snprintf(kld + n, sizeof kld - (size_t)n, " +- %.5f", r->kld_error);
     printf("  %9.3f  %-16s %-20s %5.1f %%", r->way->kind == EVAL_DENSE ? r->dense_ppl : r->ppl, rise, kld, 100.0 * r->top1);
 }
 
@@ -70,11 +74,16 @@ static void print_rows(const eval_run *run, const eval_row *rows, size_t n, eval
             printf("%-14s %7.4gx  left out: %s\n", eval_name(r->way), r->way->ratio, cli_printable(r->way->reason));
             continue;
         }
-        printf("%-14s %7.2fx %11s", eval_name(r->way), r->ratio, cli_bytes((uint64_t)(r->bytes + 0.5)));
+        if (r->bytes != 0.0)
+            printf("%-14s %7.2fx %11s", eval_name(r->way), r->ratio, cli_bytes((uint64_t)(r->bytes + 0.5)));
+        else
+            printf("%-14s %8s %11s", eval_name(r->way), "-", "-");
         if (text)
             print_text_cells(r);
         if (needles)
             print_needle_cells(r);
+        if (!run->complete)
+            printf("   of %zu pieces, %zu contexts", r->pieces, r->contexts);
         putchar('\n');
     }
 }

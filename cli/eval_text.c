@@ -160,6 +160,7 @@ int eval_continuations(eval_run *run)
                    : cli_fail(CLI_NO_MEMORY, "no memory for the logits of %zu tokens (%s)", f.rows,
                               cli_bytes((uint64_t)f.rows * vocab * sizeof(float)));
     uint64_t random = o->settings.seed;
+    run->counting = true;
     for (uint64_t p = 0; code == CLI_OK && p < o->pieces; p++) {
         /* a random place in the p-th stretch: pieces do not overlap, and another seed gives others */
         const size_t from = (size_t)p * stretch + (size_t)cli_random_below(&random, stretch - needed + 1);
