@@ -86,6 +86,7 @@ typedef struct eval_options {
     bool protocol[2];
     uint32_t tasks; /* bit set; 0 = no needles */
     bool equal_bytes;
+    bool show; /* print what every question was answered */
     double ratios[EVAL_MAX_LIST];
     size_t num_ratios;
     akv_profile profiles[EVAL_MAX_LIST];

@@ -183,6 +183,10 @@ static akv_status answer(eval_run *run, const question *q, int64_t first, eval_a
         if (status == AKV_OK && out->found < 1.0 && n + 1 < q->answer_tokens)
             status = akv_llama_decode(host, &fed, 1, AKV_LLAMA_LOGITS_LAST, diag);
     }
+    if (status == AKV_OK && run->options->show)
+        eval_note(run, "%s: %s: wanted %s%s%s, got:%.300s", run->label, needle_task_names[q->text->task], q->text->values[0],
+                  q->text->num_values > 1 ? ", " : "", q->text->num_values > 1 ? q->text->values[1] : "",
+                  text.data != NULL ? cli_printable(text.data) : "");
     cli_buffer_free(&text);
     return status;
 }
@@ -287,13 +291,15 @@ static int ask_aware(eval_run *run, const context *c, uint64_t sample)
             return eval_failed(run, NULL, status, &diag);
         for (size_t w = 0; w < run->num_ways; w++) {
             eval_way *way = &run->ways[w];
-            if (way->reason[0] != '\0' || is_stock(way))
+            if (way->reason[0] != '\0' || way->kind == EVAL_CACHE)
                 continue;
             eval_label(run, "needles", sample + 1, run->options->samples, way);
-            status = eval_compress(run, way, &diag);
+            status = way->kind == EVAL_DENSE ? AKV_OK : eval_compress(run, way, &diag);
             if (status == AKV_OK)
                 status = answer(run, &c->questions[i], first, slot(way, EVAL_AWARE, c, i, sample), &diag);
             akv_llama_detach(host, NULL);
+            if (status == AKV_OK && way->kind == EVAL_DENSE)
+                status = akv_llama_rewind(host, &diag);
             if (status != AKV_OK) {
                 const int code = eval_failed(run, way, status, &diag);
                 if (code != CLI_OK)
@@ -303,7 +309,7 @@ static int ask_aware(eval_run *run, const context *c, uint64_t sample)
     }
     for (size_t w = 0; w < run->num_ways; w++) {
         eval_way *way = &run->ways[w];
-        if (way->reason[0] == '\0' && !is_stock(way)) {
+        if (way->reason[0] == '\0' && way->kind != EVAL_CACHE) {
             eval_label(run, "needles", sample + 1, run->options->samples, way);
             count(run, way, EVAL_AWARE, c);
         }

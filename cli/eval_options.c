@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OPT_CTX = 500, OPT_CONTINUATION, OPT_PIECES, OPT_SAMPLES, OPT_NEEDLES, OPT_AWARE, OPT_AGNOSTIC, OPT_EQUAL, OPT_HTML };
+enum { OPT_CTX = 500, OPT_CONTINUATION, OPT_PIECES, OPT_SAMPLES, OPT_NEEDLES, OPT_AWARE, OPT_AGNOSTIC, OPT_EQUAL, OPT_SHOW, OPT_HTML };
 
 static const eval_method methods[] = {
     {"dense", EVAL_DENSE, 0, 0},
@@ -165,6 +165,7 @@ static bool take_option(eval_options *o, int option, const char *value)
     case OPT_AWARE: o->protocol[EVAL_AWARE] = true; return true;
     case OPT_AGNOSTIC: o->protocol[EVAL_AGNOSTIC] = true; return true;
     case OPT_EQUAL: o->equal_bytes = true; return true;
+    case OPT_SHOW: o->show = true; return true;
     case OPT_HTML: o->html = value; return true;
     case 'r': return each(o, "--ratio", value, take_ratio);
     case OPT_PROFILE: return each(o, "--profile", value, take_profile);
@@ -185,6 +186,7 @@ int eval_parse(int argc, char **argv, eval_options *o)
                                         {"aware", no_argument, NULL, OPT_AWARE},
                                         {"agnostic", no_argument, NULL, OPT_AGNOSTIC},
                                         {"equal-bytes", no_argument, NULL, OPT_EQUAL},
+                                        {"show", no_argument, NULL, OPT_SHOW},
                                         {"ratio", required_argument, NULL, 'r'},
                                         {"profile", required_argument, NULL, OPT_PROFILE},
                                         {"method", required_argument, NULL, OPT_METHOD},
@@ -243,6 +245,7 @@ const char eval_help[] =
     "                       q4_0, iq4_nl, each of which costs one more prefill a sample\n"
     "                       (akv,snapkv,rotated2,rotated3,rotated4,q8_0,q4_0)\n"
     "      --equal-bytes    akv also at the bytes of every method that has only one size\n"
+    "      --show           print each question's values and the answers, on standard error\n"
     "      --seed S         of pieces, needles and random anchors (0)\n"
     "  -t, --threads N      (all processors)\n"
     "      --raw            ask in plain text, not through the model's chat template\n"

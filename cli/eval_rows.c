@@ -69,10 +69,10 @@ typedef struct paired { /* the same questions to both caches */
     size_t n[NEEDLE_TASKS];
 } paired;
 
-static const eval_answer *find(const eval_way *dense, unsigned task, uint64_t sample)
+static const eval_answer *find(const eval_way *dense, eval_protocol protocol, unsigned task, uint64_t sample)
 {
-    for (size_t i = 0; i < dense->num_answers[EVAL_AGNOSTIC]; i++) {
-        const eval_answer *a = &dense->answers[EVAL_AGNOSTIC][i];
+    for (size_t i = 0; i < dense->num_answers[protocol]; i++) {
+        const eval_answer *a = &dense->answers[protocol][i];
         if (a->task == task && a->sample == sample)
             return a;
     }
@@ -143,7 +143,7 @@ static bool retrieval(const eval_run *run, const eval_way *way, eval_protocol pr
         ok = (p.list[t] = malloc((n + 1) * sizeof *p.list[t])) != NULL && ok;
     for (size_t i = 0; ok && i < n; i++) {
         const eval_answer *a = &answers[i];
-        const eval_answer *dense = find(&run->ways[0], a->task, a->sample);
+        const eval_answer *dense = find(&run->ways[0], protocol, a->task, a->sample);
         if (dense == NULL)
             continue;
         p.list[a->task][p.n[a->task]++] = (pair){a->found, dense->found};
@@ -190,8 +190,7 @@ size_t eval_rows(const eval_run *run, eval_row *rows, size_t capacity)
             if (way->num_pieces != 0)
                 continuations(way, row);
             /* libllama's own caches know no protocols: they were asked once */
-            const bool stock = way->kind == EVAL_DENSE || way->kind == EVAL_CACHE;
-            if (!retrieval(run, way, stock ? EVAL_AGNOSTIC : (eval_protocol)protocol, row))
+            if (!retrieval(run, way, way->kind == EVAL_CACHE ? EVAL_AGNOSTIC : (eval_protocol)protocol, row))
                 row->questions = row->contexts = 0;
         }
     }
