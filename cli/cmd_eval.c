@@ -47,7 +47,8 @@ int eval_failed(eval_run *run, eval_way *way, akv_status status, const akv_diag 
 {
     cli_progress_end(&run->session.progress);
     /* without the control nothing else would mean anything; a model that cannot be hosted ends here */
-    if (way == NULL || way->kind == EVAL_EXACT || way->kind == EVAL_DENSE || status == AKV_E_CANCELLED || status == AKV_E_NO_MEMORY || status == AKV_E_BAD_STATE)
+    if (way == NULL || way->kind == EVAL_EXACT || way->kind == EVAL_DENSE || status == AKV_E_CANCELLED ||
+        status == AKV_E_NO_MEMORY || status == AKV_E_BAD_STATE)
         return cli_fail_diag(status, diag, run->label);
     snprintf(way->reason, sizeof way->reason, "%.300s", diag->message);
     cli_warn("%s: left out: %s", run->label, way->reason);
@@ -58,8 +59,8 @@ int eval_failed(eval_run *run, eval_way *way, akv_status status, const akv_diag 
 
 akv_status eval_compress(eval_run *run, eval_way *way, akv_diag *diag)
 {
-    static const akv_llama_method methods[] = {[EVAL_EXACT] = AKV_LLAMA_EXACT, [EVAL_AKV] = AKV_LLAMA_ANCHOR,
-                                               [EVAL_SNAPKV] = AKV_LLAMA_SNAPKV};
+    static const akv_llama_method methods[] = {
+        [EVAL_EXACT] = AKV_LLAMA_EXACT, [EVAL_AKV] = AKV_LLAMA_ANCHOR, [EVAL_SNAPKV] = AKV_LLAMA_SNAPKV};
     akv_llama *host = run->session.host;
     akv_llama_store *store = NULL;
     akv_config config;
@@ -117,9 +118,9 @@ static double fixed_ratio(const eval_run *run, const eval_way *way)
     const akv_llama_model_info *m = &run->session.model;
     const uint64_t tokens = run->options->ctx, dims = (uint64_t)m->head_dim_k + m->head_dim_v;
     const uint64_t dense = tokens * m->num_kv_heads * dims * 2;
-    const uint64_t bytes = way->kind == EVAL_CACHE ? akv_llama_cache_bytes(way->cache_type, dense)
-                                                   : cli_rotated_bytes(tokens, m->num_kv_heads, m->head_dim_k,
-                                                                       m->head_dim_v, way->bits);
+    const uint64_t bytes = way->kind == EVAL_CACHE
+                               ? akv_llama_cache_bytes(way->cache_type, dense)
+                               : cli_rotated_bytes(tokens, m->num_kv_heads, m->head_dim_k, m->head_dim_v, way->bits);
     return bytes != 0 ? (double)dense / (double)bytes : 1.0;
 }
 
@@ -169,8 +170,8 @@ static void fill_stock_bytes(eval_run *run)
             continue;
         way->caches = exact->caches;
         way->dense_bytes = exact->dense_bytes;
-        way->bytes = way->kind == EVAL_DENSE ? exact->dense_bytes
-                                             : akv_llama_cache_bytes(way->cache_type, exact->dense_bytes);
+        way->bytes =
+            way->kind == EVAL_DENSE ? exact->dense_bytes : akv_llama_cache_bytes(way->cache_type, exact->dense_bytes);
     }
 }
 
@@ -185,7 +186,8 @@ static int check_context(const eval_run *run)
     const uint64_t text = o->pieces != 0 ? o->continuation + 1 : 0, needles = o->samples != 0 ? QUESTION_ROOM : 0;
     const uint64_t room = text > needles ? text : needles;
     if (window != 0 && o->ctx + room > window)
-        return cli_fail(CLI_BAD_INPUT, "--ctx %llu and %llu more tokens for what follows exceed this model's context of %llu",
+        return cli_fail(CLI_BAD_INPUT,
+                        "--ctx %llu and %llu more tokens for what follows exceed this model's context of %llu",
                         (unsigned long long)o->ctx, (unsigned long long)room, (unsigned long long)window);
     return CLI_OK;
 }
@@ -194,8 +196,8 @@ static int check_context(const eval_run *run)
 static int find_head(eval_run *run)
 {
     akv_diag diag = {AKV_OK, ""};
-    akv_status status = akv_llama_render_document(run->session.host, AKV_LLAMA_RAW, NULL, "a", 1, &run->head, &run->num_head,
-                                                  &diag);
+    akv_status status =
+        akv_llama_render_document(run->session.host, AKV_LLAMA_RAW, NULL, "a", 1, &run->head, &run->num_head, &diag);
     int32_t *plain = NULL;
     size_t n = 0;
     if (status == AKV_OK)
@@ -219,13 +221,17 @@ static int read_text(eval_run *run, eval_options *o)
         return cli_fail_diag(status, &diag, NULL);
     const uint64_t one = o->ctx + (o->pieces != 0 ? o->continuation + 1 : 0), fit = run->num_tokens / one;
     if (fit == 0)
-        return cli_fail(CLI_BAD_INPUT, "the text has %zu tokens; --ctx %llu needs at least %llu: give a longer text or a smaller "
-                        "--ctx", run->num_tokens, (unsigned long long)o->ctx, (unsigned long long)one);
+        return cli_fail(CLI_BAD_INPUT,
+                        "the text has %zu tokens; --ctx %llu needs at least %llu: give a longer text or a smaller "
+                        "--ctx",
+                        run->num_tokens, (unsigned long long)o->ctx, (unsigned long long)one);
     if (o->pieces <= fit)
         return CLI_OK;
     if (o->pieces_given)
-        return cli_fail(CLI_BAD_INPUT, "the text has %zu tokens, enough for %llu pieces of %llu that do not overlap; --pieces "
-                        "asks for %llu", run->num_tokens, (unsigned long long)fit, (unsigned long long)one,
+        return cli_fail(CLI_BAD_INPUT,
+                        "the text has %zu tokens, enough for %llu pieces of %llu that do not overlap; --pieces "
+                        "asks for %llu",
+                        run->num_tokens, (unsigned long long)fit, (unsigned long long)one,
                         (unsigned long long)o->pieces);
     cli_warn("the text has %zu tokens: %llu piece%s of %llu instead of %llu", run->num_tokens, (unsigned long long)fit,
              fit == 1 ? "" : "s", (unsigned long long)one, (unsigned long long)o->pieces);
@@ -354,4 +360,5 @@ static int run_eval(int argc, char **argv)
     return code < 0 ? cli_help(&cli_cmd_eval) : code;
 }
 
-const cli_command cli_cmd_eval = {"eval", "measure what compression costs, with your model and your text", run_eval, eval_help};
+const cli_command cli_cmd_eval = {"eval", "measure what compression costs, with your model and your text", run_eval,
+                                  eval_help};

@@ -23,8 +23,8 @@ typedef enum eval_protocol {
 } eval_protocol;
 
 typedef enum eval_kind {
-    EVAL_DENSE = 0,   /* the reference; its own figures are the engine's noise: the same cache run in other batches */
-    EVAL_EXACT = 1,   /* identity control: everything kept, through the library's path */
+    EVAL_DENSE = 0, /* the reference; its own figures are the engine's noise: the same cache run in other batches */
+    EVAL_EXACT = 1, /* identity control: everything kept, through the library's path */
     EVAL_AKV = 2,
     EVAL_SNAPKV = 3,
     EVAL_ROTATED = 4, /* rotated.h */
@@ -140,7 +140,8 @@ typedef struct eval_row {
     double compress_seconds;   /* a cache */
     /* continuations */
     size_t pieces;
-    double ppl, dense_ppl, ppl_rise, ppl_rise_error; /* rise: ppl / dense_ppl - 1; errors: standard errors over pieces */
+    double ppl, dense_ppl, ppl_rise,
+        ppl_rise_error; /* rise: ppl / dense_ppl - 1; errors: standard errors over pieces */
     double kld, kld_error, top1, top1_error;
     /* needles */
     size_t contexts, questions;

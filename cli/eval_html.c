@@ -35,18 +35,24 @@ static const char head[] =
 
 /* ----------------------------------------------------------------------------------------------------------- plots */
 
-static const char *const series_names[PLOT_MAX_SERIES] = {
-    "akv, profile default", "akv, profile paper", "snapkv (eviction)", "rotated quantisation", "cache types of libllama"};
+static const char *const series_names[PLOT_MAX_SERIES] = {"akv, profile default", "akv, profile paper",
+                                                          "snapkv (eviction)", "rotated quantisation",
+                                                          "cache types of libllama"};
 
 /* Place of a method among the series, or -1: the reference and the control are no curves. */
 static int series_of(const eval_way *way)
 {
     switch (way->kind) {
-    case EVAL_AKV: return way->profile == AKV_PROFILE_PAPER ? 1 : 0;
-    case EVAL_SNAPKV: return 2;
-    case EVAL_ROTATED: return 3;
-    case EVAL_CACHE: return 4;
-    default: return -1;
+    case EVAL_AKV:
+        return way->profile == AKV_PROFILE_PAPER ? 1 : 0;
+    case EVAL_SNAPKV:
+        return 2;
+    case EVAL_ROTATED:
+        return 3;
+    case EVAL_CACHE:
+        return 4;
+    default:
+        return -1;
     }
 }
 
@@ -67,7 +73,8 @@ static figure rise_of(const eval_row *r)
 
 static figure share_of(const eval_row *r)
 {
-    return r->questions == 0 || !r->has_share ? (figure){NAN, NAN, NAN} : (figure){r->share, r->share_low, r->share_high};
+    return r->questions == 0 || !r->has_share ? (figure){NAN, NAN, NAN}
+                                              : (figure){r->share, r->share_low, r->share_high};
 }
 
 static int by_ratio(const void *a, const void *b)
@@ -140,15 +147,16 @@ static bool main_row(cli_buffer *page, const eval_row *r)
 {
     bool ok = begin_row(page, r);
     if (ok && r->way->reason[0] != '\0' && r->pieces == 0 && r->questions == 0)
-        return page_add(page, "<td>%.4gx</td><td colspan=\"7\">left out: ", r->way->ratio) && page_text(page, r->way->reason) &&
-               page_add(page, "</td></tr>\n");
+        return page_add(page, "<td>%.4gx</td><td colspan=\"7\">left out: ", r->way->ratio) &&
+               page_text(page, r->way->reason) && page_add(page, "</td></tr>\n");
     if (r->bytes != 0.0)
         ok = ok && page_add(page, "<td>%.2fx</td><td>%s</td>", r->ratio, cli_bytes((uint64_t)(r->bytes + 0.5)));
     else
         ok = ok && page_add(page, "<td>-</td><td>-</td>");
     if (r->pieces != 0)
-        ok = ok && page_add(page, "<td>%.3f</td><td>%+.2f %% &plusmn; %.2f</td><td>%.5f &plusmn; %.5f</td><td>%.1f %%</td>", r->ppl,
-                            100.0 * r->ppl_rise, 100.0 * r->ppl_rise_error, r->kld, r->kld_error, 100.0 * r->top1);
+        ok = ok &&
+             page_add(page, "<td>%.3f</td><td>%+.2f %% &plusmn; %.2f</td><td>%.5f &plusmn; %.5f</td><td>%.1f %%</td>",
+                      r->ppl, 100.0 * r->ppl_rise, 100.0 * r->ppl_rise_error, r->kld, r->kld_error, 100.0 * r->top1);
     else
         ok = ok && page_add(page, "<td>-</td><td>-</td><td>-</td><td>-</td>");
     if (r->questions != 0 && r->has_share)
@@ -163,9 +171,10 @@ static bool main_row(cli_buffer *page, const eval_row *r)
 
 static bool main_table(cli_buffer *page, const eval_row *rows, size_t n, eval_protocol protocol)
 {
-    bool ok = page_add(page, "<div class=\"scroll\"><table><thead><tr><th>method</th><th>ratio</th><th>bytes</th><th>perplexity"
-                       "</th><th>against dense</th><th>KLD, nats</th><th>top-1</th><th>found</th><th>of dense, 90 %% range"
-                       "</th></tr></thead><tbody>\n");
+    bool ok = page_add(
+        page, "<div class=\"scroll\"><table><thead><tr><th>method</th><th>ratio</th><th>bytes</th><th>perplexity"
+              "</th><th>against dense</th><th>KLD, nats</th><th>top-1</th><th>found</th><th>of dense, 90 %% range"
+              "</th></tr></thead><tbody>\n");
     for (size_t i = 0; ok && i < n; i++)
         if (rows[i].protocol == protocol)
             ok = main_row(page, &rows[i]);
@@ -176,13 +185,15 @@ static bool cell(cli_buffer *page, double found)
 {
     if (isnan(found))
         return page_add(page, "<td>-</td>");
-    return page_add(page, "<td style=\"background:color-mix(in srgb,var(--s0) %.0f%%,transparent)\">%.2f</td>", 45.0 * found, found);
+    return page_add(page, "<td style=\"background:color-mix(in srgb,var(--s0) %.0f%%,transparent)\">%.2f</td>",
+                    45.0 * found, found);
 }
 
 static bool needle_table(cli_buffer *page, const eval_run *run, const eval_row *rows, size_t n, eval_protocol protocol)
 {
-    bool ok = page_add(page, "<h3>Values found, by task and by depth in the context</h3>\n<div class=\"scroll\"><table><thead><tr>"
-                       "<th>method</th><th>ratio</th>");
+    bool ok = page_add(
+        page, "<h3>Values found, by task and by depth in the context</h3>\n<div class=\"scroll\"><table><thead><tr>"
+              "<th>method</th><th>ratio</th>");
     for (unsigned t = 0; ok && t < NEEDLE_TASKS; t++)
         if (run->options->tasks >> t & 1u)
             ok = page_add(page, "<th>%s</th>", needle_task_names[t]);
@@ -210,14 +221,16 @@ static bool write_head(cli_buffer *page, const eval_run *run)
 {
     const eval_options *o = run->options;
     const akv_llama_model_info *m = &run->session.model;
-    bool ok = cli_buffer_add(page, head, sizeof head - 1) && page_add(page, "<h1>") &&
-              page_text(page, m->name[0] != '\0' ? m->name : m->description) && page_add(page, "</h1>\n<p>") &&
-              page_text(page, m->description) &&
-              page_add(page, "; the cache of %llu tokens; %llu pieces of text with %llu tokens predicted after each; %llu contexts "
-                       "with needles; seed %llu; akv %s, libllama ", (unsigned long long)o->ctx, (unsigned long long)o->pieces,
-                       (unsigned long long)o->continuation, (unsigned long long)o->samples,
-                       (unsigned long long)o->settings.seed, akv_version()) &&
-              page_text(page, m->library) && page_add(page, "; text:");
+    bool ok =
+        cli_buffer_add(page, head, sizeof head - 1) && page_add(page, "<h1>") &&
+        page_text(page, m->name[0] != '\0' ? m->name : m->description) && page_add(page, "</h1>\n<p>") &&
+        page_text(page, m->description) &&
+        page_add(page,
+                 "; the cache of %llu tokens; %llu pieces of text with %llu tokens predicted after each; %llu contexts "
+                 "with needles; seed %llu; akv %s, libllama ",
+                 (unsigned long long)o->ctx, (unsigned long long)o->pieces, (unsigned long long)o->continuation,
+                 (unsigned long long)o->samples, (unsigned long long)o->settings.seed, akv_version()) &&
+        page_text(page, m->library) && page_add(page, "; text:");
     for (size_t i = 0; ok && i < o->settings.num_files; i++)
         ok = page_add(page, " ") && page_text(page, o->settings.files[i]);
     ok = ok && page_add(page, "</p>\n");
@@ -227,15 +240,20 @@ static bool write_head(cli_buffer *page, const eval_run *run)
 static const char foot[] =
     "<h2>What the columns say</h2>\n<dl>\n"
     "<dt>ratio, bytes</dt><dd>dense 16-bit bytes of keys and values / bytes of the method, everything counted</dd>\n"
-    "<dt>perplexity, against dense</dt><dd>of the tokens that follow the compressed ones; its rise over the dense cache, with the "
+    "<dt>perplexity, against dense</dt><dd>of the tokens that follow the compressed ones; its rise over the dense "
+    "cache, with the "
     "standard error over the pieces</dd>\n"
-    "<dt>KLD</dt><dd>mean Kullback-Leibler divergence of the next-token distribution, dense against method. In the row dense: the same "
+    "<dt>KLD</dt><dd>mean Kullback-Leibler divergence of the next-token distribution, dense against method. In the row "
+    "dense: the same "
     "cache run in other batches, which is the engine's own noise</dd>\n"
     "<dt>top-1</dt><dd>share of positions with the same likeliest token</dd>\n"
-    "<dt>found, of dense</dt><dd>share of the needles' values that are in the greedy answers, mean over tasks; the same over what "
-    "the dense cache found in the same questions, with the range in which 90 % of 1000 redraws of the contexts fall</dd>\n"
+    "<dt>found, of dense</dt><dd>share of the needles' values that are in the greedy answers, mean over tasks; the "
+    "same over what "
+    "the dense cache found in the same questions, with the range in which 90 % of 1000 redraws of the contexts "
+    "fall</dd>\n"
     "<dt>exact</dt><dd>everything kept, through the library's path: the control</dd>\n"
-    "<dt>question-agnostic, question-aware</dt><dd>the context alone was compressed and the questions came later; or context, "
+    "<dt>question-agnostic, question-aware</dt><dd>the context alone was compressed and the questions came later; or "
+    "context, "
     "question and the opening of the answer were compressed together</dd>\n</dl>\n</body></html>\n";
 
 int eval_write_html(const eval_run *run, const eval_row *rows, size_t num_rows, const char *path)
@@ -251,7 +269,8 @@ int eval_write_html(const eval_run *run, const eval_row *rows, size_t num_rows, 
             ok = needle_table(&page, run, rows, num_rows, (eval_protocol)p);
     }
     ok = ok && cli_buffer_add(&page, foot, sizeof foot - 1);
-    const int code = ok ? cli_write_file(path, page.data, page.bytes) : cli_fail(CLI_NO_MEMORY, "no memory for the page");
+    const int code =
+        ok ? cli_write_file(path, page.data, page.bytes) : cli_fail(CLI_NO_MEMORY, "no memory for the page");
     cli_buffer_free(&page);
     return code;
 }

@@ -44,7 +44,8 @@ static bool count_part(void *opaque, const char *text, size_t bytes, uint64_t *t
     const bool fits = bytes < sizeof spaced - 1;
     if (fits)
         memcpy(spaced + 1, text, bytes);
-    akv_status status = akv_llama_tokenize(run->session.host, fits ? spaced : text, fits ? bytes + 1 : bytes, 0, 0, &ids, &n, &diag);
+    akv_status status =
+        akv_llama_tokenize(run->session.host, fits ? spaced : text, fits ? bytes + 1 : bytes, 0, 0, &ids, &n, &diag);
     akv_llama_free_tokens(ids);
     *tokens = n;
     return status == AKV_OK || fail(&diag, status);
@@ -184,9 +185,9 @@ static akv_status answer(eval_run *run, const question *q, int64_t first, eval_a
             status = akv_llama_decode(host, &fed, 1, AKV_LLAMA_LOGITS_LAST, diag);
     }
     if (status == AKV_OK && run->options->show)
-        eval_note(run, "%s: %s: wanted %s%s%s, got:%.300s", run->label, needle_task_names[q->text->task], q->text->values[0],
-                  q->text->num_values > 1 ? ", " : "", q->text->num_values > 1 ? q->text->values[1] : "",
-                  text.data != NULL ? cli_printable(text.data) : "");
+        eval_note(run, "%s: %s: wanted %s%s%s, got:%.300s", run->label, needle_task_names[q->text->task],
+                  q->text->values[0], q->text->num_values > 1 ? ", " : "",
+                  q->text->num_values > 1 ? q->text->values[1] : "", text.data != NULL ? cli_printable(text.data) : "");
     cli_buffer_free(&text);
     return status;
 }

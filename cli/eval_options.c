@@ -7,7 +7,18 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OPT_CTX = 500, OPT_CONTINUATION, OPT_PIECES, OPT_SAMPLES, OPT_NEEDLES, OPT_AWARE, OPT_AGNOSTIC, OPT_EQUAL, OPT_SHOW, OPT_HTML };
+enum {
+    OPT_CTX = 500,
+    OPT_CONTINUATION,
+    OPT_PIECES,
+    OPT_SAMPLES,
+    OPT_NEEDLES,
+    OPT_AWARE,
+    OPT_AGNOSTIC,
+    OPT_EQUAL,
+    OPT_SHOW,
+    OPT_HTML
+};
 
 static const eval_method methods[] = {
     {"dense", EVAL_DENSE, 0, 0},
@@ -86,8 +97,10 @@ static bool take_method(eval_options *o, const char *word)
         o->methods[o->num_methods++] = &methods[i];
         return true;
     }
-    cli_fail(CLI_USAGE, "--method: \"%s\" is unknown; there are akv, snapkv, rotated2, rotated3, rotated4, q8_0, q5_1, q5_0, "
-             "q4_1, q4_0 and iq4_nl (dense and exact are always measured)", word);
+    cli_fail(CLI_USAGE,
+             "--method: \"%s\" is unknown; there are akv, snapkv, rotated2, rotated3, rotated4, q8_0, q5_1, q5_0, "
+             "q4_1, q4_0 and iq4_nl (dense and exact are always measured)",
+             word);
     return false;
 }
 
@@ -99,8 +112,10 @@ static bool take_task(eval_options *o, const char *word)
             return true;
         }
     }
-    cli_fail(CLI_USAGE, "--needles: \"%s\" is unknown; there are all, none, word, number, uuid, multi_key, multi_value and "
-             "multi_query", word);
+    cli_fail(CLI_USAGE,
+             "--needles: \"%s\" is unknown; there are all, none, word, number, uuid, multi_key, multi_value and "
+             "multi_query",
+             word);
     return false;
 }
 
@@ -142,9 +157,11 @@ static int check(eval_options *o)
     if (s->model == NULL)
         return cli_fail(CLI_USAGE, "which model? give a GGUF file with -m");
     if (s->num_files == 0)
-        return cli_fail(CLI_USAGE, "which text? give one with -f: plain prose such as you will compress, without which neither "
+        return cli_fail(CLI_USAGE,
+                        "which text? give one with -f: plain prose such as you will compress, without which neither "
                         "perplexity nor needles mean anything; %llu pieces of %llu tokens are about %s",
-                        (unsigned long long)(o->pieces != 0 ? o->pieces : 1), (unsigned long long)(o->ctx + o->continuation),
+                        (unsigned long long)(o->pieces != 0 ? o->pieces : 1),
+                        (unsigned long long)(o->ctx + o->continuation),
                         cli_bytes((o->pieces != 0 ? o->pieces : 1) * (o->ctx + o->continuation) * 4));
     if (o->pieces == 0 && o->samples == 0)
         return cli_fail(CLI_USAGE, "--pieces 0 and no needles: nothing is left to measure");
@@ -157,20 +174,40 @@ static int check(eval_options *o)
 static bool take_option(eval_options *o, int option, const char *value)
 {
     switch (option) {
-    case OPT_CTX: return cli_parse_u64("--ctx", value, 64, 1u << 24, &o->ctx);
-    case OPT_CONTINUATION: return cli_parse_u64("--continuation", value, 1, 65536, &o->continuation);
-    case OPT_PIECES: o->pieces_given = true; return cli_parse_u64("--pieces", value, 0, 10000, &o->pieces);
-    case OPT_SAMPLES: return cli_parse_u64("--samples", value, 0, 10000, &o->samples);
-    case OPT_NEEDLES: return parse_tasks(o, value);
-    case OPT_AWARE: o->protocol[EVAL_AWARE] = true; return true;
-    case OPT_AGNOSTIC: o->protocol[EVAL_AGNOSTIC] = true; return true;
-    case OPT_EQUAL: o->equal_bytes = true; return true;
-    case OPT_SHOW: o->show = true; return true;
-    case OPT_HTML: o->html = value; return true;
-    case 'r': return each(o, "--ratio", value, take_ratio);
-    case OPT_PROFILE: return each(o, "--profile", value, take_profile);
-    case OPT_METHOD: return each(o, "--method", value, take_method);
-    default: return cli_settings_option(&o->settings, option, value);
+    case OPT_CTX:
+        return cli_parse_u64("--ctx", value, 64, 1u << 24, &o->ctx);
+    case OPT_CONTINUATION:
+        return cli_parse_u64("--continuation", value, 1, 65536, &o->continuation);
+    case OPT_PIECES:
+        o->pieces_given = true;
+        return cli_parse_u64("--pieces", value, 0, 10000, &o->pieces);
+    case OPT_SAMPLES:
+        return cli_parse_u64("--samples", value, 0, 10000, &o->samples);
+    case OPT_NEEDLES:
+        return parse_tasks(o, value);
+    case OPT_AWARE:
+        o->protocol[EVAL_AWARE] = true;
+        return true;
+    case OPT_AGNOSTIC:
+        o->protocol[EVAL_AGNOSTIC] = true;
+        return true;
+    case OPT_EQUAL:
+        o->equal_bytes = true;
+        return true;
+    case OPT_SHOW:
+        o->show = true;
+        return true;
+    case OPT_HTML:
+        o->html = value;
+        return true;
+    case 'r':
+        return each(o, "--ratio", value, take_ratio);
+    case OPT_PROFILE:
+        return each(o, "--profile", value, take_profile);
+    case OPT_METHOD:
+        return each(o, "--method", value, take_method);
+    default:
+        return cli_settings_option(&o->settings, option, value);
     }
 }
 
@@ -224,24 +261,30 @@ int eval_parse(int argc, char **argv, eval_options *o)
 const char eval_help[] =
     "usage: akv eval -m MODEL -f TEXT [options]\n"
     "\n"
-    "Measures what a compressed cache costs in quality, with your model and your text, against the dense cache: how well\n"
-    "the text's continuation is predicted (perplexity, Kullback-Leibler divergence, top-1 agreement), and whether facts\n"
+    "Measures what a compressed cache costs in quality, with your model and your text, against the dense cache: how "
+    "well\n"
+    "the text's continuation is predicted (perplexity, Kullback-Leibler divergence, top-1 agreement), and whether "
+    "facts\n"
     "placed in the text are found (needles). Other ways of saving bytes are measured on the same samples.\n"
     "\n"
     "  -m, --model FILE     GGUF model\n"
-    "  -f, --file FILE      text, UTF-8, \"-\" = standard input; may be given several times. Prose such as you will compress\n"
+    "  -f, --file FILE      text, UTF-8, \"-\" = standard input; may be given several times. Prose such as you will "
+    "compress\n"
     "      --ctx N          tokens that are compressed (4096)\n"
     "      --continuation N tokens predicted after them (256)\n"
     "      --pieces N       pieces of the text, which do not overlap (4); 0: no continuations\n"
     "      --samples N      contexts with needles (4); 0: no needles\n"
-    "      --needles LIST   all, none, or of: word, number, uuid (one fact each), multi_key (four keys, one asked for),\n"
+    "      --needles LIST   all, none, or of: word, number, uuid (one fact each), multi_key (four keys, one asked "
+    "for),\n"
     "                       multi_value (four values of one key), multi_query (four keys in one question)\n"
     "      --agnostic       compress the context, ask later (the default)\n"
     "      --aware          compress context and question together; give both for both\n"
     "      --ratio LIST     how many times smaller, for akv and snapkv (10,20)\n"
     "      --profile LIST   codec profiles of akv: default, paper (default)\n"
-    "      --method LIST    akv; snapkv (eviction at equal bytes); rotated2, rotated3, rotated4 (every token in so many\n"
-    "                       bits a coordinate, the last 128 exact); libllama's own cache types q8_0, q5_1, q5_0, q4_1,\n"
+    "      --method LIST    akv; snapkv (eviction at equal bytes); rotated2, rotated3, rotated4 (every token in so "
+    "many\n"
+    "                       bits a coordinate, the last 128 exact); libllama's own cache types q8_0, q5_1, q5_0, "
+    "q4_1,\n"
     "                       q4_0, iq4_nl, each of which costs one more prefill a sample\n"
     "                       (akv,snapkv,rotated2,rotated3,rotated4,q8_0,q4_0)\n"
     "      --equal-bytes    akv also at the bytes of every method that has only one size\n"

@@ -124,19 +124,26 @@ static bool draw_axes(cli_buffer *page, const plot *p, const axis *x, const axis
     size_t n = ticks(y, at);
     for (size_t i = 0; ok && i < n; i++) {
         const double v = place(y, at[i]);
-        ok = page_add(page, "<line class=\"grid\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/><text class=\"end\" x=\"%d\" "
-                      "y=\"%.1f\">%.4g%s</text>\n", LEFT, WIDTH - RIGHT, v, v, LEFT - 8, v + 4.0,
-                      (p->percent ? 100.0 : 1.0) * at[i], p->percent ? " %" : "");
+        ok = page_add(page,
+                      "<line class=\"grid\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/><text class=\"end\" x=\"%d\" "
+                      "y=\"%.1f\">%.4g%s</text>\n",
+                      LEFT, WIDTH - RIGHT, v, v, LEFT - 8, v + 4.0, (p->percent ? 100.0 : 1.0) * at[i],
+                      p->percent ? " %" : "");
     }
     n = ticks(x, at);
     for (size_t i = 0; ok && i < n; i++)
-        ok = page_add(page, "<line class=\"axis\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%d\" y2=\"%d\"/><text class=\"middle\" x=\"%.1f\" "
-                      "y=\"%d\">%gx</text>\n", place(x, at[i]), place(x, at[i]), HEIGHT - BOTTOM, HEIGHT - BOTTOM + 5,
-                      place(x, at[i]), HEIGHT - BOTTOM + 20, at[i]);
+        ok = page_add(
+            page,
+            "<line class=\"axis\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%d\" y2=\"%d\"/><text class=\"middle\" x=\"%.1f\" "
+            "y=\"%d\">%gx</text>\n",
+            place(x, at[i]), place(x, at[i]), HEIGHT - BOTTOM, HEIGHT - BOTTOM + 5, place(x, at[i]),
+            HEIGHT - BOTTOM + 20, at[i]);
     ok = ok && page_add(page, "<line class=\"axis\" x1=\"%d\" x2=\"%d\" y1=\"%d\" y2=\"%d\"/>\n", LEFT, WIDTH - RIGHT,
                         HEIGHT - BOTTOM, HEIGHT - BOTTOM);
-    return ok && page_add(page, "<text class=\"middle\" x=\"%d\" y=\"%d\">times smaller than the 16-bit cache, everything "
-                          "counted</text>\n", (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8);
+    return ok && page_add(page,
+                          "<text class=\"middle\" x=\"%d\" y=\"%d\">times smaller than the 16-bit cache, everything "
+                          "counted</text>\n",
+                          (LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- series */
@@ -145,13 +152,16 @@ static bool draw_axes(cli_buffer *page, const plot *p, const axis *x, const axis
 static bool draw_mark(cli_buffer *page, size_t style, double x, double y, double r)
 {
     switch (style) {
-    case 0: return page_add(page, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\"/>", x, y, r);
-    case 1: return page_add(page, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\"/>", x - r, y - r, 2 * r, 2 * r);
+    case 0:
+        return page_add(page, "<circle cx=\"%.1f\" cy=\"%.1f\" r=\"%.1f\"/>", x, y, r);
+    case 1:
+        return page_add(page, "<rect x=\"%.1f\" y=\"%.1f\" width=\"%.1f\" height=\"%.1f\"/>", x - r, y - r, 2 * r,
+                        2 * r);
     case 2:
         return page_add(page, "<path d=\"M%.1f %.1fl%.1f %.1fh%.1fz\"/>", x, y - r * 1.2, r * 1.15, r * 2.1, -r * 2.3);
     case 3:
-        return page_add(page, "<path d=\"M%.1f %.1fl%.1f %.1fl%.1f %.1fl%.1f %.1fz\"/>", x, y - r * 1.35, r * 1.35, r * 1.35,
-                        -r * 1.35, r * 1.35, -r * 1.35, -r * 1.35);
+        return page_add(page, "<path d=\"M%.1f %.1fl%.1f %.1fl%.1f %.1fl%.1f %.1fz\"/>", x, y - r * 1.35, r * 1.35,
+                        r * 1.35, -r * 1.35, r * 1.35, -r * 1.35, -r * 1.35);
     default:
         return page_add(page, "<path d=\"M%.1f %.1fl%.1f %.1fh%.1fz\"/>", x, y + r * 1.2, r * 1.15, -r * 2.1, -r * 2.3);
     }
@@ -173,9 +183,10 @@ static bool draw_series(cli_buffer *page, const plot *p, size_t style, const axi
         if (q->low != q->high)
             ok = page_add(page, "<line class=\"whisker\" x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>", at, at,
                           place(y, q->low), place(y, q->high));
-        ok = ok && page_add(page, "<g>") && draw_mark(page, style, at, place(y, q->y), 4.5) && page_add(page, "<title>") &&
-             page_text(page, q->name) &&
-             page_add(page, ", %.2fx: %.4g%s</title></g>", q->x, (p->percent ? 100.0 : 1.0) * q->y, p->percent ? " %" : "");
+        ok = ok && page_add(page, "<g>") && draw_mark(page, style, at, place(y, q->y), 4.5) &&
+             page_add(page, "<title>") && page_text(page, q->name) &&
+             page_add(page, ", %.2fx: %.4g%s</title></g>", q->x, (p->percent ? 100.0 : 1.0) * q->y,
+                      p->percent ? " %" : "");
     }
     return ok && page_add(page, "</g>\n");
 }
@@ -191,8 +202,11 @@ static bool draw_legend(cli_buffer *page, const plot *p)
              page_add(page, "</span> ");
     }
     if (ok && !isnan(p->rule))
-        ok = page_add(page, "<span><svg width=\"22\" height=\"14\" aria-hidden=\"true\"><line class=\"rule\" x1=\"0\" x2=\"22\" "
-                      "y1=\"7\" y2=\"7\"/></svg> ") && page_text(page, p->rule_name) && page_add(page, "</span>");
+        ok = page_add(
+                 page,
+                 "<span><svg width=\"22\" height=\"14\" aria-hidden=\"true\"><line class=\"rule\" x1=\"0\" x2=\"22\" "
+                 "y1=\"7\" y2=\"7\"/></svg> ") &&
+             page_text(page, p->rule_name) && page_add(page, "</span>");
     return ok && page_add(page, "</p>\n");
 }
 
@@ -205,10 +219,13 @@ bool plot_draw(cli_buffer *page, const plot *p)
     if (points == 0)
         return true;
     spread(p, &x, &y);
-    bool ok = page_add(page, "<figure><figcaption>") && page_text(page, p->title) && page_add(page, "</figcaption>\n") &&
+    bool ok = page_add(page, "<figure><figcaption>") && page_text(page, p->title) &&
+              page_add(page, "</figcaption>\n") &&
               page_add(page, "<svg viewBox=\"0 0 %d %d\" role=\"img\" aria-label=\"", WIDTH, HEIGHT) &&
               page_text(page, p->title) && page_add(page, "\">\n") && draw_axes(page, p, &x, &y);
-    ok = ok && page_add(page, "<text class=\"middle\" transform=\"translate(14 %d) rotate(-90)\">", (TOP + HEIGHT - BOTTOM) / 2) &&
+    ok = ok &&
+         page_add(page, "<text class=\"middle\" transform=\"translate(14 %d) rotate(-90)\">",
+                  (TOP + HEIGHT - BOTTOM) / 2) &&
          page_text(page, p->y_label) && page_add(page, "</text>\n");
     if (ok && !isnan(p->rule))
         ok = page_add(page, "<line class=\"rule\" x1=\"%d\" x2=\"%d\" y1=\"%.1f\" y2=\"%.1f\"/>\n", LEFT, WIDTH - RIGHT,

@@ -22,9 +22,9 @@ typedef struct plot_series {
 typedef struct plot {
     const char *title;
     const char *y_label;
-    bool log_y;     /* else linear, from 0 or below */
-    bool percent;   /* y is shown times 100 */
-    double rule;    /* a dashed horizontal line; NAN = none */
+    bool log_y;   /* else linear, from 0 or below */
+    bool percent; /* y is shown times 100 */
+    double rule;  /* a dashed horizontal line; NAN = none */
     const char *rule_name;
     plot_series series[PLOT_MAX_SERIES]; /* the place decides colour and mark; empty ones are left out */
 } plot;

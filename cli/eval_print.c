@@ -44,7 +44,8 @@ static void print_text_cells(const eval_row *r)
     n = snprintf(kld, sizeof kld, "%.5f", r->kld);
     if (spread)
         snprintf(kld + n, sizeof kld - (size_t)n, " +- %.5f", r->kld_error);
-    printf("  %9.3f  %-16s %-20s %5.1f %%", r->way->kind == EVAL_DENSE ? r->dense_ppl : r->ppl, rise, kld, 100.0 * r->top1);
+    printf("  %9.3f  %-16s %-20s %5.1f %%", r->way->kind == EVAL_DENSE ? r->dense_ppl : r->ppl, rise, kld,
+           100.0 * r->top1);
 }
 
 static void print_needle_cells(const eval_row *r)
@@ -52,7 +53,8 @@ static void print_needle_cells(const eval_row *r)
     if (r->questions == 0)
         printf("  %6s  %s", "-", "-");
     else if (r->has_share && r->way->kind != EVAL_DENSE)
-        printf("  %6.3f  %3.0f %% (%.0f..%.0f)", r->retrieval, 100.0 * r->share, 100.0 * r->share_low, 100.0 * r->share_high);
+        printf("  %6.3f  %3.0f %% (%.0f..%.0f)", r->retrieval, 100.0 * r->share, 100.0 * r->share_low,
+               100.0 * r->share_high);
     else
         printf("  %6.3f  %s", r->retrieval, r->way->kind == EVAL_DENSE ? "" : "nothing found by dense");
 }
@@ -93,7 +95,8 @@ static void print_legend(const eval_run *run)
     const eval_options *o = run->options;
     printf("\nratio, bytes   dense 16-bit bytes of keys and values / bytes of the method, everything counted\n");
     if (o->pieces != 0)
-        printf("ppl            perplexity of the tokens that follow; against dense: its rise, +- standard error over the pieces\n"
+        printf("ppl            perplexity of the tokens that follow; against dense: its rise, +- standard error over "
+               "the pieces\n"
                "KLD            mean Kullback-Leibler divergence of the next-token distribution, dense against method\n"
                "top-1          share of positions with the same likeliest token\n"
                "dense          KLD and top-1 of the same cache run in other batches: the engine's own noise\n");
@@ -105,8 +108,9 @@ static void print_legend(const eval_run *run)
 
 int eval_print_table(const eval_run *run, const eval_row *rows, size_t num_rows)
 {
-    static const char *const headings[] = {"question-agnostic: the context was compressed, the questions came later",
-                                           "question-aware: context, question and opening of the answer were compressed"};
+    static const char *const headings[] = {
+        "question-agnostic: the context was compressed, the questions came later",
+        "question-aware: context, question and opening of the answer were compressed"};
     const eval_options *o = run->options;
     const bool both = o->protocol[0] && o->protocol[1];
     print_heading(run);

@@ -57,7 +57,8 @@ typedef struct forcing {
 } forcing;
 
 /* Runs the tokens behind the document and compares. With out == NULL the outcome becomes the reference. */
-static akv_status force(eval_run *run, const forcing *f, size_t batch, double *dense_nll, eval_piece *out, akv_diag *diag)
+static akv_status force(eval_run *run, const forcing *f, size_t batch, double *dense_nll, eval_piece *out,
+                        akv_diag *diag)
 {
     akv_llama *host = run->session.host;
     const size_t vocab = run->session.model.vocab_tokens;
@@ -90,8 +91,8 @@ static akv_status force(eval_run *run, const forcing *f, size_t batch, double *d
 static int measured(eval_run *run, eval_way *way, const eval_piece *piece)
 {
     way->pieces[way->num_pieces++] = *piece;
-    eval_note(run, "%s: KLD %.5f, top-1 %.1f %%, perplexity %.3f (dense %.3f)", run->label, piece->kld, 100.0 * piece->top1,
-              exp(piece->nll), exp(piece->dense_nll));
+    eval_note(run, "%s: KLD %.5f, top-1 %.1f %%, perplexity %.3f (dense %.3f)", run->label, piece->kld,
+              100.0 * piece->top1, exp(piece->nll), exp(piece->dense_nll));
     return CLI_OK;
 }
 
@@ -155,10 +156,9 @@ int eval_continuations(eval_run *run)
     f.reference = f.rows <= SIZE_MAX / sizeof(float) / vocab ? malloc(f.rows * vocab * sizeof(float)) : NULL;
     f.row = malloc(vocab * sizeof(float));
     int32_t *document = malloc(length * sizeof *document);
-    int code = f.reference && f.row && document
-                   ? CLI_OK
-                   : cli_fail(CLI_NO_MEMORY, "no memory for the logits of %zu tokens (%s)", f.rows,
-                              cli_bytes((uint64_t)f.rows * vocab * sizeof(float)));
+    int code = f.reference && f.row && document ? CLI_OK
+                                                : cli_fail(CLI_NO_MEMORY, "no memory for the logits of %zu tokens (%s)",
+                                                           f.rows, cli_bytes((uint64_t)f.rows * vocab * sizeof(float)));
     uint64_t random = o->settings.seed;
     run->counting = true;
     for (uint64_t p = 0; code == CLI_OK && p < o->pieces; p++) {

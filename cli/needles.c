@@ -12,22 +12,24 @@ const char *const needle_task_names[NEEDLE_TASKS] = {"word",      "number",     
                                                      "multi_key", "multi_value", "multi_query"};
 
 static const char *const adjectives[] = {
-    "able",   "bold",   "brief",  "bright", "broad",  "calm",  "cheap",  "clean",  "clear",  "crisp",  "deep",   "dense",
-    "double", "dry",    "empty",  "equal",  "exact",  "fair",  "fine",   "firm",   "flat",   "fluid",  "formal", "fresh",
-    "full",   "glad",   "global", "green",  "heavy",  "high",  "hollow", "ideal",  "large",  "late",   "lean",   "level",
-    "light",  "local",  "long",   "lucid",  "major",  "mild",  "minor",  "mobile", "modest", "moist",  "mute",   "native",
-    "neat",   "new",    "novel",  "open",   "oval",   "pale",  "patient","plump",  "polite", "prime",  "quick",  "quiet",
-    "rare",   "ready",  "rigid",  "rural",  "sober",  "solar", "steep",  "sweet",  "tidy",   "vague"};
+    "able",   "bold",  "brief",  "bright", "broad", "calm",  "cheap",   "clean",  "clear",  "crisp", "deep",   "dense",
+    "double", "dry",   "empty",  "equal",  "exact", "fair",  "fine",    "firm",   "flat",   "fluid", "formal", "fresh",
+    "full",   "glad",  "global", "green",  "heavy", "high",  "hollow",  "ideal",  "large",  "late",  "lean",   "level",
+    "light",  "local", "long",   "lucid",  "major", "mild",  "minor",   "mobile", "modest", "moist", "mute",   "native",
+    "neat",   "new",   "novel",  "open",   "oval",  "pale",  "patient", "plump",  "polite", "prime", "quick",  "quiet",
+    "rare",   "ready", "rigid",  "rural",  "sober", "solar", "steep",   "sweet",  "tidy",   "vague"};
 static const char *const nouns[] = {
-    "acorn",  "album",  "anchor", "apron",  "arrow",  "atlas",  "badge",  "bakery", "barrel", "beacon", "bench",  "blanket",
-    "bottle", "branch", "brick",  "bridge", "bucket", "button", "cabin",  "candle", "canyon", "carpet", "castle", "cherry",
-    "clock",  "cloud",  "copper", "cradle", "desk",   "drum",   "eagle",  "engine", "falcon", "fence",  "ferry",  "flute",
-    "forest", "garden", "guitar", "hammer", "harbor", "helmet", "island", "jacket", "kettle", "ladder", "lemon",  "magnet",
-    "maple",  "meadow", "mirror", "needle", "orchard","paddle", "pepper", "piano",  "pillow", "quarry", "raven",  "ribbon",
-    "saddle", "spoon",  "tablet", "temple", "tunnel", "turnip", "valley", "walnut", "window", "zipper"};
+    "acorn",  "album",   "anchor",  "apron",  "arrow",  "atlas",  "badge",  "bakery", "barrel", "beacon",
+    "bench",  "blanket", "bottle",  "branch", "brick",  "bridge", "bucket", "button", "cabin",  "candle",
+    "canyon", "carpet",  "castle",  "cherry", "clock",  "cloud",  "copper", "cradle", "desk",   "drum",
+    "eagle",  "engine",  "falcon",  "fence",  "ferry",  "flute",  "forest", "garden", "guitar", "hammer",
+    "harbor", "helmet",  "island",  "jacket", "kettle", "ladder", "lemon",  "magnet", "maple",  "meadow",
+    "mirror", "needle",  "orchard", "paddle", "pepper", "piano",  "pillow", "quarry", "raven",  "ribbon",
+    "saddle", "spoon",   "tablet",  "temple", "tunnel", "turnip", "valley", "walnut", "window", "zipper"};
 enum { NUM_ADJECTIVES = sizeof adjectives / sizeof adjectives[0], NUM_NOUNS = sizeof nouns / sizeof nouns[0] };
 
-static const char preface[] = "Notes from a working day follow. Some sentences state facts; questions about them come later.\n\n";
+static const char preface[] =
+    "Notes from a working day follow. Some sentences state facts; questions about them come later.\n\n";
 
 typedef struct fact {
     char sentence[160];
@@ -149,10 +151,11 @@ static void multi_query(builder *b, unsigned index)
         fact *f = new_fact(b, index, i);
         snprintf(f->sentence, sizeof f->sentence, "The meter reading of the %s is %s.", keys[i], q->values[i]);
     }
-    snprintf(q->ask, sizeof q->ask, "What are the meter readings of the %s, the %s, the %s and the %s?", keys[0], keys[1],
-             keys[2], keys[3]);
-    snprintf(q->opening, sizeof q->opening, "The meter readings of the %s, the %s, the %s and the %s, in this order, are",
-             keys[0], keys[1], keys[2], keys[3]);
+    snprintf(q->ask, sizeof q->ask, "What are the meter readings of the %s, the %s, the %s and the %s?", keys[0],
+             keys[1], keys[2], keys[3]);
+    snprintf(q->opening, sizeof q->opening,
+             "The meter readings of the %s, the %s, the %s and the %s, in this order, are", keys[0], keys[1], keys[2],
+             keys[3]);
 }
 
 static void make_facts(builder *b)
@@ -278,7 +281,8 @@ static bool write_text(builder *b, const piece *list, size_t n)
     for (size_t i = 0; ok && i <= n; i++) {
         for (unsigned f = 0; ok && f < b->num_facts; f++)
             if (b->facts[f].before == i)
-                ok = cli_buffer_add(text, b->facts[f].sentence, strlen(b->facts[f].sentence)) && cli_buffer_add(text, " ", 1);
+                ok = cli_buffer_add(text, b->facts[f].sentence, strlen(b->facts[f].sentence)) &&
+                     cli_buffer_add(text, " ", 1);
         if (ok && i < n)
             ok = cli_buffer_add(text, list[i].text, list[i].bytes) && cli_buffer_add(text, " ", 1);
     }
@@ -323,8 +327,10 @@ int needle_build(const needle_request *r, needle_context *out)
             return CLI_OK;
         room -= room < tokens - r->room + 8 ? room : tokens - r->room + 8;
     }
-    return cli_fail(CLI_BAD_INPUT, "%llu tokens cannot hold the %llu tokens of the needles and some prose; give a larger "
-                    "--ctx, or fewer --needles", (unsigned long long)r->room, (unsigned long long)cost);
+    return cli_fail(CLI_BAD_INPUT,
+                    "%llu tokens cannot hold the %llu tokens of the needles and some prose; give a larger "
+                    "--ctx, or fewer --needles",
+                    (unsigned long long)r->room, (unsigned long long)cost);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- score */

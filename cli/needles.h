@@ -41,7 +41,7 @@ typedef struct needle_request {
     uint64_t num_samples;
     const char *prose;
     size_t prose_bytes;
-    uint64_t room; /* tokens of the context at most, as `whole` counts them */
+    uint64_t room;         /* tokens of the context at most, as `whole` counts them */
     needle_count_fn part;  /* tokens of a sentence */
     needle_count_fn whole; /* tokens of a whole context as the model will read it */
     void *opaque;

@@ -93,9 +93,9 @@ typedef struct job {
     uint64_t tokens;
     uint32_t dim[2];
     uint32_t bits;
-    float *data[2];   /* [H, S, dim] keys, values */
-    float *signs[2];  /* [dim] */
-    float *scratch;   /* [H * 2, largest dim] */
+    float *data[2];  /* [H, S, dim] keys, values */
+    float *signs[2]; /* [dim] */
+    float *scratch;  /* [H * 2, largest dim] */
     uint32_t widest;
     akv_status *status; /* [H * 2] */
 } job;
@@ -107,7 +107,8 @@ static void quantise(void *arg, size_t task)
     const uint32_t side = task & 1u, head = (uint32_t)(task / 2), dim = j->dim[side];
     float *rows = j->data[side] + head * j->tokens * dim, *scratch = j->scratch + task * j->widest;
     akv_diag diag;
-    j->status[task] = akv_segment_decode(j->exact, head, 0, j->tokens, side == 0 ? rows : NULL, side == 1 ? rows : NULL, &diag);
+    j->status[task] =
+        akv_segment_decode(j->exact, head, 0, j->tokens, side == 0 ? rows : NULL, side == 1 ? rows : NULL, &diag);
     if (j->status[task] != AKV_OK)
         return;
     for (uint64_t t = 0; t + CLI_ROTATED_WINDOW < j->tokens; t++)

@@ -60,7 +60,8 @@ static akv_status compress_layer(akv_llama *host, uint32_t number, const maker *
                                               from->head_dim_k);
     if (host->dense_hook.sampled[number]) {
         layer.num_sampled = host->dense_hook.num_sampled;
-        layer.sampled = akv_tensor_contiguous(host->dense_hook.sampled[number], AKV_F32, layer.num_sampled, from->head_dim_k);
+        layer.sampled =
+            akv_tensor_contiguous(host->dense_hook.sampled[number], AKV_F32, layer.num_sampled, from->head_dim_k);
         layer.sampled_positions = host->dense_hook.sampled_positions;
     }
     akv_diag inner = {.status = AKV_OK};

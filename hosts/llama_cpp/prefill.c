@@ -364,21 +364,26 @@ akv_status akv_llama_prefill_cache(akv_llama *host, akv_llama_cache_type type, c
 akv_status akv_llama_extend(akv_llama *host, const int32_t *tokens, size_t num_tokens, akv_diag *diag)
 {
     if (!host || !tokens || num_tokens == 0)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and tokens must not be NULL, and at least one token be given");
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "host and tokens must not be NULL, and at least one token be given");
     if (!host->dense || host->tail)
-        return akvl_fail(diag, AKV_E_BAD_STATE, host->tail ? "a compressed document is attached; run akv_llama_detach first"
-                                                           : "there is no dense cache; run akv_llama_prefill first");
+        return akvl_fail(diag, AKV_E_BAD_STATE,
+                         host->tail ? "a compressed document is attached; run akv_llama_detach first"
+                                    : "there is no dense cache; run akv_llama_prefill first");
     const uint64_t window = host->options.observation_queries, total = host->base_tokens + num_tokens;
     if (has_native(host))
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "the window or recurrent layers of this model cannot go back a few tokens;"
-                                                  " prefill the longer document instead");
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "the window or recurrent layers of this model cannot go back a few tokens;"
+                         " prefill the longer document instead");
     if (host->base_tokens <= window)
-        return akvl_fail(diag, AKV_E_UNSUPPORTED, "a document of %llu tokens is no longer than the window of %llu; prefill the"
-                                                  " longer document instead",
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "a document of %llu tokens is no longer than the window of %llu; prefill the"
+                         " longer document instead",
                          (unsigned long long)host->base_tokens, (unsigned long long)window);
     if (num_tokens > host->dense_cells || total > host->dense_cells)
-        return akvl_fail(diag, AKV_E_NO_SPACE, "%zu more tokens after %llu exceed the %llu cells of the dense cache; prefill"
-                                               " with more reserve_cells",
+        return akvl_fail(diag, AKV_E_NO_SPACE,
+                         "%zu more tokens after %llu exceed the %llu cells of the dense cache; prefill"
+                         " with more reserve_cells",
                          num_tokens, (unsigned long long)host->base_tokens, (unsigned long long)host->dense_cells);
     akv_status status = check_tokens(host, tokens, num_tokens, diag);
     if (status != AKV_OK)
@@ -394,7 +399,8 @@ akv_status akv_llama_extend(akv_llama *host, const int32_t *tokens, size_t num_t
     host->dense_hook.visible = host->num_tokens = host->dense_position = total;
     host->logits_rows = 0;
     if (!llama_memory_seq_rm(llama_get_memory(host->dense), 0, (llama_pos)from, -1))
-        status = akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot forget the last tokens of the document in this model");
+        status =
+            akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot forget the last tokens of the document in this model");
     if (status == AKV_OK)
         status = read_tokens(host, from, diag);
     if (status != AKV_OK) {

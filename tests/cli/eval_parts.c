@@ -12,14 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(condition, ...) \
-    do { \
-        if (!(condition)) { \
-            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition); \
-            fprintf(stderr, __VA_ARGS__); \
-            fprintf(stderr, "\n"); \
-            exit(1); \
-        } \
+#define CHECK(condition, ...)                                                                                          \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s: ", __FILE__, __LINE__, #condition);                                            \
+            fprintf(stderr, __VA_ARGS__);                                                                              \
+            fprintf(stderr, "\n");                                                                                     \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 /* --------------------------------------------------------------------------------------------- rotated quantisation */
@@ -63,14 +63,15 @@ static void test_distortion(void)
              * wrong level, a scale by the norm alone or a rotation that is not orthonormal costs 3 % and more. */
             static const double seen[3][3] = {{0.943, 0.899, 0.874}, {0.968, 0.926, 0.903}, {0.973, 0.943, 0.923}};
             const double relative = error / energy / theory[bits - 2];
-            CHECK(fabs(relative - seen[d][bits - 2]) < 0.015, "%u bits, dim %u: %.3f of the theory, %.3f was seen", bits, dim,
-                  relative, seen[d][bits - 2]);
+            CHECK(fabs(relative - seen[d][bits - 2]) < 0.015, "%u bits, dim %u: %.3f of the theory, %.3f was seen",
+                  bits, dim, relative, seen[d][bits - 2]);
         }
     }
     float signs[128], spike[128] = {0}, scratch[128], zero[128] = {0};
     for (uint32_t i = 0; i < 128; i++)
         signs[i] = cli_random(&state) & 1 ? 1.0f : -1.0f;
-    spike[17] = 100.0f; /* without a rotation one scale a vector would serve this one too, so only finiteness and size */
+    spike[17] =
+        100.0f; /* without a rotation one scale a vector would serve this one too, so only finiteness and size */
     cli_rotated_vector(spike, 128, 4, signs, scratch);
     CHECK(fabsf(spike[17] - 100.0f) < 15.0f, "a spike came back as %g", spike[17]);
     cli_rotated_vector(zero, 128, 2, signs, scratch);
@@ -108,13 +109,15 @@ static void test_layer(void)
     CHECK(cli_rotated_make(&peer, &layer, &config, &segment, &diag) == AKV_OK, "%s", diag.message);
     const uint64_t coded = TOKENS - CLI_ROTATED_WINDOW;
     /* 3 bits of 64 coordinates are 24 bytes, a scale 2; keys and values; the window in 16 bits */
-    CHECK(peer.bytes == HEADS * 2 * (coded * 26 + CLI_ROTATED_WINDOW * DIM * 2ull), "%llu bytes", (unsigned long long)peer.bytes);
+    CHECK(peer.bytes == HEADS * 2 * (coded * 26 + CLI_ROTATED_WINDOW * DIM * 2ull), "%llu bytes",
+          (unsigned long long)peer.bytes);
     CHECK(cli_rotated_bytes(100, 1, 64, 64, 2) == 100 * 256, "a short cache is all window");
     for (int side = 0; side < 2; side++) {
         for (uint32_t h = 0; h < HEADS; h++) {
             const float *from = (side == 0 ? keys : values) + (size_t)h * TOKENS * DIM;
-            CHECK(akv_segment_decode(segment, h, 0, TOKENS, side == 0 ? out : NULL, side == 1 ? out : NULL, &diag) == AKV_OK, "%s",
-                  diag.message);
+            CHECK(akv_segment_decode(segment, h, 0, TOKENS, side == 0 ? out : NULL, side == 1 ? out : NULL, &diag) ==
+                      AKV_OK,
+                  "%s", diag.message);
             CHECK(memcmp(out + coded * DIM, from + coded * DIM, CLI_ROTATED_WINDOW * DIM * sizeof(float)) == 0,
                   "the window is not exact");
             double error = 0.0, energy = 0.0;
@@ -152,15 +155,23 @@ static void test_needles(void)
     static char prose[64000];
     size_t bytes = 0;
     for (int i = 0; i < 1500; i++)
-        bytes += (size_t)snprintf(prose + bytes, sizeof prose - bytes, "Sentence %d is about the %s sea. ", i, i % 2 ? "grey" : "blue");
-    needle_request r = {.tasks = 0x3f, .seed = 3, .num_samples = 4, .prose = prose, .prose_bytes = bytes, .room = 1000,
-                        .part = count_words, .whole = count_words};
+        bytes += (size_t)snprintf(prose + bytes, sizeof prose - bytes, "Sentence %d is about the %s sea. ", i,
+                                  i % 2 ? "grey" : "blue");
+    needle_request r = {.tasks = 0x3f,
+                        .seed = 3,
+                        .num_samples = 4,
+                        .prose = prose,
+                        .prose_bytes = bytes,
+                        .room = 1000,
+                        .part = count_words,
+                        .whole = count_words};
     double least = 1.0, most = 0.0;
     for (r.sample = 0; r.sample < 4; r.sample++) {
         needle_context c, again;
         uint64_t tokens = 0;
         CHECK(needle_build(&r, &c) == CLI_OK && needle_build(&r, &again) == CLI_OK, "sample %d", (int)r.sample);
-        CHECK(c.text.bytes == again.text.bytes && memcmp(c.text.data, again.text.data, c.text.bytes) == 0, "not repeatable");
+        CHECK(c.text.bytes == again.text.bytes && memcmp(c.text.data, again.text.data, c.text.bytes) == 0,
+              "not repeatable");
         CHECK(c.num_questions == NEEDLE_TASKS, "%u questions", c.num_questions);
         count_words(NULL, c.text.data, c.text.bytes, &tokens);
         CHECK(tokens <= 1000 && tokens > 950, "%llu tokens in a room of 1000", (unsigned long long)tokens);
@@ -168,10 +179,12 @@ static void test_needles(void)
             const needle_question *one = &c.questions[q];
             bool hit[NEEDLE_VALUES];
             char answer[256] = "";
-            CHECK(one->task == q && one->num_values == (q < 4 ? 1 : 4), "task %u has %u values", one->task, one->num_values);
+            CHECK(one->task == q && one->num_values == (q < 4 ? 1 : 4), "task %u has %u values", one->task,
+                  one->num_values);
             for (unsigned v = 0; v < one->num_values; v++) {
                 CHECK(occurrences(c.text.data, one->values[v]) == 1, "\"%s\" is not once in the text", one->values[v]);
-                const double stands = (double)(strstr(c.text.data, one->values[v]) - c.text.data) / (double)c.text.bytes;
+                const double stands =
+                    (double)(strstr(c.text.data, one->values[v]) - c.text.data) / (double)c.text.bytes;
                 CHECK(fabs(stands - one->depth[v]) < 0.12, "at %.2f, said to be at %.2f", stands, one->depth[v]);
                 least = fmin(least, one->depth[v]);
                 most = fmax(most, one->depth[v]);
@@ -180,7 +193,8 @@ static void test_needles(void)
             CHECK(needle_found(one, answer, hit) == 1.0 && hit[0], "a right answer scored less");
             CHECK(needle_found(one, "It is 1234567.", hit) == 0.0 && !hit[0], "a wrong answer scored");
             answer[strlen(answer) - 1] = '\0'; /* the last value lacks its end */
-            CHECK(fabs(needle_found(one, answer, hit) - (one->num_values - 1.0) / one->num_values) < 1e-12, "a cut value counts");
+            CHECK(fabs(needle_found(one, answer, hit) - (one->num_values - 1.0) / one->num_values) < 1e-12,
+                  "a cut value counts");
         }
         cli_buffer_free(&c.text);
         cli_buffer_free(&again.text);
@@ -189,7 +203,9 @@ static void test_needles(void)
     needle_context c;
     r.sample = 0;
     r.tasks = 1u << 1 | 1u << 4;
-    CHECK(needle_build(&r, &c) == CLI_OK && c.num_questions == 2 && c.questions[0].task == 1 && c.questions[1].task == 4, "a choice");
+    CHECK(
+        needle_build(&r, &c) == CLI_OK && c.num_questions == 2 && c.questions[0].task == 1 && c.questions[1].task == 4,
+        "a choice");
     cli_buffer_free(&c.text);
     r.tasks = 0x3f;
     r.room = 100;
@@ -204,7 +220,8 @@ static void test_sentences(void)
     size_t at = 0;
     for (size_t i = 0; i < 4; i++) {
         const size_t n = needle_sentence(text, sizeof text - 1, &at);
-        CHECK(n == strlen(wanted[i]) && memcmp(text + at, wanted[i], n) == 0, "sentence %zu: %.*s", i, (int)n, text + at);
+        CHECK(n == strlen(wanted[i]) && memcmp(text + at, wanted[i], n) == 0, "sentence %zu: %.*s", i, (int)n,
+              text + at);
         at += n;
     }
     CHECK(needle_sentence(text, sizeof text - 1, &at) == 0, "a sentence behind the end");

@@ -61,7 +61,8 @@ static void test_extend(const char *path, size_t question)
     CHECK_OK(akv_llama_extend(host, g_tokens + DOCUMENT, question, diag));
     float *grown_last = last_logits(host), *grown = compressed_run(host, rest);
     CHECK_OK(akv_llama_rewind(host, diag));
-    CHECK(akv_llama_next_position(host) == (int32_t)(DOCUMENT + question), "rewound to %d", akv_llama_next_position(host));
+    CHECK(akv_llama_next_position(host) == (int32_t)(DOCUMENT + question), "rewound to %d",
+          akv_llama_next_position(host));
 
     const divergence last = compare_logits(whole_last, grown_last, 1, TINY_VOCAB);
     const divergence after = compare_logits(whole, grown, REST, TINY_VOCAB);
@@ -128,13 +129,15 @@ static void test_caches(const char *path)
         free(logits);
         CHECK_OK(akv_llama_rewind(host, diag));
         if (i > 0)
-            CHECK_FAILS(akv_llama_compress(host, AKV_LLAMA_ANCHOR, &config, &store, diag), AKV_E_UNSUPPORTED, "only an f16");
+            CHECK_FAILS(akv_llama_compress(host, AKV_LLAMA_ANCHOR, &config, &store, diag), AKV_E_UNSUPPORTED,
+                        "only an f16");
     }
     /* f16 is the same call; 4 bits are 16 times coarser than 8, and errors enter squared: a factor of 3 is far below that */
     CHECK(kl[0] < 1e-9 && kl[1] > 1e-9 && kl[2] > 3.0 * kl[1], "f16 %g, q8_0 %g, q4_0 %g", kl[0], kl[1], kl[2]);
     CHECK_FAILS(akv_llama_prefill_cache(host, (akv_llama_cache_type)7, g_tokens, DOCUMENT, REST, diag),
                 AKV_E_INVALID_ARGUMENT, "cache type 7");
-    CHECK(akv_llama_cache_bytes(AKV_LLAMA_CACHE_F16, 640) == 640 && akv_llama_cache_bytes(AKV_LLAMA_CACHE_Q8_0, 640) == 340 &&
+    CHECK(akv_llama_cache_bytes(AKV_LLAMA_CACHE_F16, 640) == 640 &&
+              akv_llama_cache_bytes(AKV_LLAMA_CACHE_Q8_0, 640) == 340 &&
               akv_llama_cache_bytes(AKV_LLAMA_CACHE_Q4_0, 640) == 180,
           "bytes of the cache types");
     CHECK(akv_llama_cache_bytes((akv_llama_cache_type)-1, 640) == 0, "bytes of an unknown type");
@@ -149,7 +152,8 @@ typedef struct making {
     int fail_at; /* call that fails, -1 = none */
 } making;
 
-static akv_status make(void *opaque, const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)
+static akv_status make(void *opaque, const akv_layer *layer, const akv_config *config, akv_segment **out,
+                       akv_diag *diag)
 {
     making *m = opaque;
     CHECK(layer->shape.num_tokens == DOCUMENT && layer->layer_index == m->calls, "layer %d", layer->layer_index);
@@ -186,7 +190,8 @@ static void test_own_segments(const char *path)
     store = NULL;
     CHECK_FAILS(akv_llama_compress_with(host, make, &m, &config, &store, diag), AKV_E_NON_FINITE, "layer 1: as told");
     CHECK(store == NULL && m.calls == 2, "a failure gave a store, or went on");
-    CHECK_FAILS(akv_llama_compress_with(host, NULL, NULL, &config, &store, diag), AKV_E_INVALID_ARGUMENT, "make is NULL");
+    CHECK_FAILS(akv_llama_compress_with(host, NULL, NULL, &config, &store, diag), AKV_E_INVALID_ARGUMENT,
+                "make is NULL");
     CHECK_FAILS(akv_llama_compress(host, AKV_LLAMA_CUSTOM, &config, &store, diag), AKV_E_INVALID_ARGUMENT, "method 3");
     free(logits[0]), free(logits[1]);
     akv_llama_close(host);
