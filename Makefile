@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 # A thin front to tools/deps.sh and CMake. The default target explains itself.
 #   JOBS=N        parallel jobs            PREFIX=DIR, DESTDIR=DIR   where install puts things
-#   AKV_DEPS=DIR  dependencies, if not in .deps/
+#   AKV_DEPS=DIR  dependencies, if not in .deps/       TOKENS=N, RATIO=X, DENSE=1   of demo-large
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PREFIX ?= /usr/local
+TOKENS ?= 8000
+RATIO ?= 10
 export AKV_JOBS ?= $(JOBS)
 
 help:
 	@echo 'make demo     bring what is missing, then answer questions about a real text from its compressed cache'
+	@echo 'make demo-large  the same with a 1.5B model (1.1 GB to fetch) and a document of TOKENS=$(TOKENS); minutes, not seconds'
 	@echo 'make check    bring what is missing, build, run all tests; the core also under ASan and UBSan'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer, one thread'
@@ -29,6 +32,10 @@ demo: build
 	@tools/deps.sh model
 	@python3 demo/demo.py
 
+demo-large: build
+	@bench/quality/fetch_model.sh '$(or $(AKV_DEPS),.deps)/models/qwen2.5-coder-1.5b'
+	@python3 demo/large.py --tokens $(TOKENS) --ratio $(RATIO) $(if $(DENSE),--dense)
+
 bench: build
 	@for shape in '64 3 3 8192' '128 8 4 8192' '128 2 6 32768'; do build/release/bench/attend_vs_ggml $$shape || exit 1; done
 
@@ -38,4 +45,4 @@ install: build
 clean:
 	rm -rf build
 
-.PHONY: help deps build check demo bench install clean
+.PHONY: help deps build check demo demo-large bench install clean

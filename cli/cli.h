@@ -47,6 +47,9 @@ void cli_note(const char *format, ...) __attribute__((format(printf, 1, 2))); /*
  */
 void cli_signals_install(void);
 int cli_interrupted(void); /* the signal's number, or 0 */
+/* The interruption has ended the work; what is left, e.g. writing what was measured, may take its time. A further signal
+ * counts as the first one. */
+void cli_interruption_over(void);
 
 /* ----------------------------------------------------------------------------------------------------------- files */
 
@@ -210,6 +213,10 @@ void cli_report_print(const cli_report *report); /* on standard error */
 int cli_report_json(const cli_report *report, const char *path);
 /* The same sum for programs: "total" and one number per kind. */
 struct cJSON *cli_bytes_json(const akv_bytes *bytes);
+/* A string member; bytes that are no UTF-8 become U+FFFD, so that the file stays JSON. */
+void cli_json_text(struct cJSON *object, const char *key, const char *text, size_t bytes);
+/* Prints the tree to a file ("-" = standard output) and deletes it. */
+int cli_json_write(struct cJSON *root, const char *path);
 /* One line per kind, e.g. for info and plan: "  anchors  1.2 MiB  12.3 %". */
 void cli_print_bytes_by_kind(void *stream, const akv_bytes *bytes);
 
@@ -227,6 +234,7 @@ extern const cli_command cli_cmd_pack;
 extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;
 extern const cli_command cli_cmd_plan;
+extern const cli_command cli_cmd_eval;
 extern const cli_command cli_cmd_bench;
 
 /* After getopt_long met something it does not know. */

@@ -134,15 +134,7 @@ static int write_json(const char *path, akv_profile profile, const akv_shape *sh
     cJSON_AddItemToObject(root, "bytes_per_layer", cli_bytes_json(&info->bytes));
     cJSON_AddNumberToObject(root, "min_bytes", (double)(info->min_bytes * layers));
     cJSON_AddNumberToObject(root, "min_keep_ratio", info->min_keep_ratio);
-    char *text = cJSON_Print(root);
-    cJSON_Delete(root);
-    if (text == NULL)
-        return cli_fail(CLI_NO_MEMORY, "no memory for the JSON report");
-    size_t bytes = strlen(text);
-    text[bytes] = '\n';
-    int code = cli_write_file(path, text, bytes + 1);
-    cJSON_free(text);
-    return code;
+    return cli_json_write(root, path);
 }
 
 /* From a model, or from the numbers on the command line. */

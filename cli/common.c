@@ -136,6 +136,11 @@ int cli_interrupted(void)
     return signal_seen;
 }
 
+void cli_interruption_over(void)
+{
+    signal_seen = 0;
+}
+
 /* --------------------------------------------------------------------------------------------------- option values */
 
 bool cli_parse_u64(const char *option, const char *text, uint64_t min, uint64_t max, uint64_t *out)

@@ -204,7 +204,7 @@ static cJSON *layer_json(const cli_report *r, uint32_t index)
 }
 
 /* JSON is UTF-8; an answer that was cut inside a character, or a model that wrote nonsense, must not break it. */
-static void put_text(cJSON *object, const char *key, const char *text, size_t bytes)
+void cli_json_text(cJSON *object, const char *key, const char *text, size_t bytes)
 {
     cli_buffer clean = {NULL, 0, 0};
     bool ok = cli_buffer_add(&clean, "", 0);
@@ -226,8 +226,8 @@ static void put_text(cJSON *object, const char *key, const char *text, size_t by
 static cJSON *answer_json(const cli_answer *a)
 {
     cJSON *object = cJSON_CreateObject();
-    put_text(object, "question", a->question, strlen(a->question));
-    put_text(object, "text", a->text.data != NULL ? a->text.data : "", a->text.bytes);
+    cli_json_text(object, "question", a->question, strlen(a->question));
+    cli_json_text(object, "text", a->text.data != NULL ? a->text.data : "", a->text.bytes);
     put_u64(object, "question_tokens", a->question_tokens);
     put_u64(object, "answer_tokens", a->answer_tokens);
     cJSON_AddNumberToObject(object, "prompt_seconds", a->prompt_seconds);
@@ -243,11 +243,11 @@ static cJSON *report_json(const cli_report *r)
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "version", akv_version());
     cJSON_AddStringToObject(root, "command", r->command);
-    put_text(root, "model", r->model_description, strlen(r->model_description));
+    cli_json_text(root, "model", r->model_description, strlen(r->model_description));
     if (r->model_path != NULL)
-        put_text(root, "model_path", r->model_path, strlen(r->model_path));
+        cli_json_text(root, "model_path", r->model_path, strlen(r->model_path));
     if (r->document_path != NULL)
-        put_text(root, "document_path", r->document_path, strlen(r->document_path));
+        cli_json_text(root, "document_path", r->document_path, strlen(r->document_path));
     cJSON_AddStringToObject(root, "method", r->method);
     cJSON_AddStringToObject(root, "profile", r->profile);
     put_u64(root, "tokens", r->tokens);
@@ -283,9 +283,8 @@ static cJSON *report_json(const cli_report *r)
     return root;
 }
 
-int cli_report_json(const cli_report *report, const char *path)
+int cli_json_write(cJSON *root, const char *path)
 {
-    cJSON *root = report_json(report);
     char *text = cJSON_Print(root);
     cJSON_Delete(root);
     size_t bytes = text == NULL ? 0 : strlen(text);
@@ -295,4 +294,9 @@ int cli_report_json(const cli_report *report, const char *path)
     int code = cli_write_file(path, text, bytes + 1);
     cJSON_free(text);
     return code;
+}
+
+int cli_report_json(const cli_report *report, const char *path)
+{
+    return cli_json_write(report_json(report), path);
 }

@@ -1,18 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* sample.c - which token comes next: the likeliest, or a seeded draw from softmax(logits / temperature). */
 #include "sample.h"
+#include "random.h"
 
 #include <math.h>
-
-/* SplitMix64, as a number in [0, 1). */
-static double uniform(uint64_t *state)
-{
-    uint64_t z = (*state += 0x9e3779b97f4a7c15u);
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    z ^= z >> 31;
-    return (double)(z >> 11) * 0x1p-53;
-}
 
 int64_t cli_sample(cli_sampler *sampler, const float *logits, uint32_t n)
 {
@@ -30,7 +21,7 @@ int64_t cli_sample(cli_sampler *sampler, const float *logits, uint32_t n)
     double sum = 0.0;
     for (uint32_t i = 0; i < n; i++)
         sum += exp(((double)logits[i] - top) * scale);
-    double left = uniform(&sampler->state) * sum;
+    double left = cli_random_unit(&sampler->state) * sum;
     for (uint32_t i = 0; i < n; i++) {
         left -= exp(((double)logits[i] - top) * scale);
         if (left < 0.0)

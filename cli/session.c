@@ -29,7 +29,9 @@ static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint6
     static const char *const units[] = {NULL, "tokens", "layers", "tokens"};
     cli_session *s = opaque;
     /* A question is short next to the document; its progress is only worth a bar. */
-    if (stage <= AKV_LLAMA_STAGE_COMPRESS || s->progress.terminal)
+    if (s->label != NULL && s->progress.terminal && stage != AKV_LLAMA_STAGE_LOAD)
+        cli_progress_update(&s->progress, (int)stage, s->label, units[stage], done, total);
+    else if (s->label == NULL && (stage <= AKV_LLAMA_STAGE_COMPRESS || s->progress.terminal))
         cli_progress_update(&s->progress, (int)stage, names[stage], units[stage], done, total);
     return cli_interrupted() != 0;
 }

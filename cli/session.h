@@ -27,6 +27,8 @@ void cli_settings_init(cli_settings *settings);
 typedef struct cli_session {
     const cli_settings *settings;
     cli_progress progress;
+    const char
+        *label; /* of the bar, in place of the stage; then nothing is printed unless there is a terminal. NULL = none */
     akv_threads *threads;
     akv_llama *host;
     akv_llama_model_info model;

@@ -19,6 +19,8 @@
  * The dense peer needs neither compress nor attach: prefill with reserve_cells, then the same rewind and decode.
  * Which layers are compressed is decided by what the model's graph says, never by its name: docs/hosting-llama-cpp.md.
  *
+ * Peers to compare with: akv_llama_prefill_cache and akv_llama_compress_with.
+ *
  * A host is used by one thread at a time. Outputs are untouched on failure; the host stays usable. The one piece of
  * process-wide state is libllama's own log hook, which akv_llama_open sets.
  */
@@ -183,10 +185,47 @@ akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt for
 akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells,
                              akv_diag *diag);
 
+/*
+ * akv_llama_extend() - replace what follows the prefilled document by num_tokens >= 1 tokens, which become part of the
+ * document: for question-aware compression of many questions without reading the document again for each.
+ *
+ * A second call starts from the prefilled document again. Room comes from reserve_cells. Then as after a prefill: logits of
+ * the last token are there, akv_llama_rewind returns to the end of the longer document, akv_llama_compress takes it whole,
+ * with the queries of its last W tokens. The queries sampled on the way are those of the prefilled document.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (no dense cache, or a store is attached), AKV_E_NO_SPACE,
+ * AKV_E_UNSUPPORTED (sliding-window or recurrent layers, which cannot go back; a document no longer than W: prefill the
+ * longer document instead), AKV_E_NO_MEMORY, AKV_E_CANCELLED. A failure while reading frees the dense cache.
+ */
+akv_status akv_llama_extend(akv_llama *host, const int32_t *tokens, size_t num_tokens, akv_diag *diag);
+
+/* libllama's own types of key/value cache. */
+typedef enum akv_llama_cache_type {
+    AKV_LLAMA_CACHE_F16 = 0,
+    AKV_LLAMA_CACHE_Q8_0 = 1,
+    AKV_LLAMA_CACHE_Q5_1 = 2,
+    AKV_LLAMA_CACHE_Q5_0 = 3,
+    AKV_LLAMA_CACHE_Q4_1 = 4,
+    AKV_LLAMA_CACHE_Q4_0 = 5,
+    AKV_LLAMA_CACHE_IQ4_NL = 6
+} akv_llama_cache_type;
+
+/*
+ * akv_llama_prefill_cache() - akv_llama_prefill with both halves of the cache in a type of libllama's: a peer to compare
+ * with, stock llama.cpp throughout, where even the prefill attends to the quantised cache. It can be asked
+ * (akv_llama_rewind, akv_llama_decode) but not compressed, unless the type is F16.
+ * Errors as akv_llama_prefill; AKV_E_UNSUPPORTED when libllama cannot keep this model's cache in that type.
+ */
+akv_status akv_llama_prefill_cache(akv_llama *host, akv_llama_cache_type type, const int32_t *tokens, size_t num_tokens,
+                                   size_t reserve_cells, akv_diag *diag);
+
+/* Bytes of a cache of this type where f16 takes f16_bytes; 0 for an unknown type. Rows of whole blocks are assumed. */
+uint64_t akv_llama_cache_bytes(akv_llama_cache_type type, uint64_t f16_bytes);
+
 typedef enum akv_llama_method {
     AKV_LLAMA_ANCHOR = 0, /* akv_compress */
     AKV_LLAMA_SNAPKV = 1, /* akv_evict_snapkv at the same byte budget */
-    AKV_LLAMA_EXACT = 2   /* akv_segment_create_dense: everything kept, for control */
+    AKV_LLAMA_EXACT = 2,  /* akv_segment_create_dense: everything kept, for control */
+    AKV_LLAMA_CUSTOM = 3  /* the caller's own segments: akv_llama_compress_with only, never in a file */
 } akv_llama_method;
 
 /*
@@ -197,6 +236,22 @@ typedef enum akv_llama_method {
  */
 akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const akv_config *config, akv_llama_store **out,
                               akv_diag *diag);
+
+/*
+ * One layer's cache -> one segment with one reference, all of the layer's tokens in it. Called on the caller's thread for
+ * each full-attention layer in turn. `layer` and `config` (its executor is the host's unless the caller gave one) are
+ * borrowed. Any status but AKV_OK ends akv_llama_compress_with with it.
+ */
+typedef akv_status (*akv_llama_segment_fn)(void *opaque, const akv_layer *layer, const akv_config *config,
+                                           akv_segment **out, akv_diag *diag);
+
+/*
+ * akv_llama_compress_with() - akv_llama_compress with the caller's own codec, for comparisons: what another method would
+ * hand back of the cache goes into segments and is attended to by the same code. The stats count the segments' bytes; what
+ * that method would have stored is the caller's to count. Errors as akv_llama_compress, and those of `make`.
+ */
+akv_status akv_llama_compress_with(akv_llama *host, akv_llama_segment_fn make, void *opaque, const akv_config *config,
+                                   akv_llama_store **out, akv_diag *diag);
 
 /* Free context A and its dense cache; notes the resident bytes before and after. AKV_OK when there is none. */
 akv_status akv_llama_free_dense(akv_llama *host, akv_diag *diag);

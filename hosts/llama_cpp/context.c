@@ -49,7 +49,7 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
     return true;
 }
 
-struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_hook *hook)
+struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, enum ggml_type type, akvl_hook *hook)
 {
     struct llama_context_params params = llama_context_default_params();
     params.n_ctx = cells;
@@ -59,8 +59,8 @@ struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_ho
     params.n_threads = (int32_t)host->options.num_threads;
     params.n_threads_batch = (int32_t)host->options.num_threads;
     params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
-    params.type_k = GGML_TYPE_F16;
-    params.type_v = GGML_TYPE_F16;
+    params.type_k = type;
+    params.type_v = type;
     params.swa_full = false; /* a full-size sliding-window cache would be mistaken for a full-attention one */
     params.offload_kqv = false;
     params.op_offload = false;
@@ -162,7 +162,7 @@ akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens,
     if (status != AKV_OK)
         return status;
     akvl_hook hook = {.host = host, .mode = AKVL_LEARN, .graph = graph, .stage = AKV_LLAMA_STAGE_PREFILL};
-    struct llama_context *context = akvl_make_context(host, akvl_tail_cells(host), &hook);
+    struct llama_context *context = akvl_make_context(host, akvl_tail_cells(host), GGML_TYPE_F16, &hook);
     if (!context) {
         akvl_graph_free(graph);
         return akvl_fail(diag, AKV_E_UNSUPPORTED,

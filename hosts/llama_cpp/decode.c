@@ -230,7 +230,7 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
     memset(&host->tail_hook, 0, sizeof host->tail_hook);
     host->store = store;
     host->tail_limit = host->options.tail_cells;
-    host->tail = akvl_make_context(host, akvl_tail_cells(host), &host->tail_hook);
+    host->tail = akvl_make_context(host, akvl_tail_cells(host), GGML_TYPE_F16, &host->tail_hook);
     if (!host->tail)
         status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells: %s",
                            akvl_tail_cells(host), akvl_first_error());

@@ -152,6 +152,7 @@ struct akv_llama {
     bool *is_hosted;       /* [num_layers] */
     int32_t *tokens;       /* [num_tokens] the document */
     uint64_t num_tokens;
+    uint64_t base_tokens;    /* of them prefilled; the others came by akv_llama_extend */
     uint64_t dense_position; /* next */
     uint64_t dense_cells;
     void *dense_state; /* window and recurrent layers just after the document, or NULL */
@@ -194,8 +195,8 @@ void *akvl_new(size_t n, size_t element_bytes);
 
 akv_status akvl_fingerprint(akv_llama *host, akv_diag *diag);
 
-/* Context with the callback in place; cells as libllama rounds them. */
-struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, akvl_hook *hook);
+/* Context with the callback in place; cells as libllama rounds them; type of the cache's keys and values. */
+struct llama_context *akvl_make_context(akv_llama *host, uint32_t cells, enum ggml_type type, akvl_hook *hook);
 /* Cells that context B needs. */
 uint32_t akvl_tail_cells(const akv_llama *host);
 /* Cells that context A needs for this many tokens. */

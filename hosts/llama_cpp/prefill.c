@@ -1,11 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * prefill.c - context A: read the document densely, take the last queries and some sampled on the way, compress the
- * cache where it lies, free it.
+ * prefill.c - context A: read the document densely, take the last queries and some sampled on the way, go on reading, free
+ * it. compress.c takes the cache from there.
  */
 #include "host.h"
-
-#include <anchorkv/akv_experimental.h>
 
 #include <string.h>
 
@@ -203,6 +201,43 @@ static size_t next_batch(const akv_llama *host, uint64_t left)
     return (size_t)(left - full < window ? left - window : full);
 }
 
+static akv_status make_dense(akv_llama *host, enum ggml_type type, akv_diag *diag)
+{
+    host->dense = akvl_make_context(host, (uint32_t)host->dense_cells, type, &host->dense_hook);
+    if (!host->dense)
+        return akvl_fail(diag, type == GGML_TYPE_F16 ? AKV_E_NO_MEMORY : AKV_E_UNSUPPORTED,
+                         "libllama cannot make a context of %llu cells with a %s cache: %s",
+                         (unsigned long long)host->dense_cells, ggml_type_name(type), akvl_first_error());
+    host->dense_cells = llama_n_ctx(host->dense);
+    host->stats.context_a_cells = host->dense_cells;
+    return AKV_OK;
+}
+
+/* Tokens [from, num_tokens) into context A; the last batch's logits are kept. */
+static akv_status read_tokens(akv_llama *host, uint64_t from, akv_diag *diag)
+{
+    akvl_hook *hook = &host->dense_hook;
+    akv_status status = AKV_OK;
+    hook->stage = AKV_LLAMA_STAGE_PREFILL;
+    hook->total = host->num_tokens;
+    for (uint64_t done = from; status == AKV_OK && done < host->num_tokens;) {
+        const size_t n = next_batch(host, host->num_tokens - done);
+        const bool last = done + n == host->num_tokens;
+        hook->mode = batch_mode(host, done, n);
+        if (hook->taken)
+            memset(hook->taken, 0, host->num_layers * sizeof *hook->taken);
+        hook->done = done;
+        status = akvl_run(host, host->dense, hook, host->tokens + done, n, (int32_t)done, last, false, diag);
+        done += n;
+        if (status == AKV_OK && host->options.progress &&
+            host->options.progress(host->options.progress_opaque, AKV_LLAMA_STAGE_PREFILL, done, host->num_tokens) != 0)
+            status = akvl_fail(diag, AKV_E_CANCELLED, "reading the document was cancelled after %llu of %llu tokens",
+                               (unsigned long long)done, (unsigned long long)host->num_tokens);
+    }
+    hook->mode = AKVL_IDLE;
+    return status == AKV_OK ? akvl_keep_logits(host, host->dense, 1, 0, diag) : status;
+}
+
 static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
 {
     akvl_hook *hook = &host->dense_hook;
@@ -212,13 +247,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
         return status;
     if (must_host) /* cheap refusals before the large cache is allocated */
         status = akvl_graph_check(probe, 0, diag);
-    if (status == AKV_OK && !(host->dense = akvl_make_context(host, (uint32_t)host->dense_cells, hook)))
-        status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %llu cells for the dense cache: %s",
-                           (unsigned long long)host->dense_cells, akvl_first_error());
-    if (status == AKV_OK) {
-        host->dense_cells = llama_n_ctx(host->dense);
-        host->stats.context_a_cells = host->dense_cells;
-    }
+    if (status == AKV_OK)
+        status = make_dense(host, GGML_TYPE_F16, diag);
 
     hook->stage = AKV_LLAMA_STAGE_PREFILL;
     hook->total = host->num_tokens;
@@ -234,20 +264,8 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     if (status == AKV_OK)
         status = prepare_capture(host, diag);
 
-    for (uint64_t done = 0; status == AKV_OK && done < host->num_tokens;) {
-        const size_t n = next_batch(host, host->num_tokens - done);
-        const bool last = done + n == host->num_tokens;
-        hook->mode = batch_mode(host, done, n);
-        memset(hook->taken, 0, host->num_layers * sizeof *hook->taken);
-        hook->done = done;
-        status = akvl_run(host, host->dense, hook, host->tokens + done, n, (int32_t)done, last, false, diag);
-        done += n;
-        if (status == AKV_OK && host->options.progress &&
-            host->options.progress(host->options.progress_opaque, AKV_LLAMA_STAGE_PREFILL, done, host->num_tokens) != 0)
-            status = akvl_fail(diag, AKV_E_CANCELLED, "reading the document was cancelled after %llu of %llu tokens",
-                               (unsigned long long)done, (unsigned long long)host->num_tokens);
-    }
-    hook->mode = AKVL_IDLE;
+    if (status == AKV_OK)
+        status = read_tokens(host, 0, diag);
     if (status == AKV_OK && hook->masked) {
         akvl_fail(&host->not_hostable, AKV_E_UNSUPPORTED,
                   "a layer hides part of the document from the last token although its cache"
@@ -257,13 +275,37 @@ static akv_status run_prefill(akv_llama *host, bool must_host, akv_diag *diag)
     }
     if (status == AKV_OK && has_native(host))
         status = akvl_save_native(host->dense, &host->dense_state, &host->dense_state_bytes, diag);
-    if (status == AKV_OK)
-        status = akvl_keep_logits(host, host->dense, 1, 0, diag);
     return status;
 }
 
-akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells,
-                             akv_diag *diag)
+/* The same in stock llama.cpp's own quantised cache: nothing is looked at, because nothing will be replaced. */
+static akv_status run_native(akv_llama *host, enum ggml_type type, akv_diag *diag)
+{
+    akvl_fail(&host->not_hostable, AKV_E_UNSUPPORTED, "the cache is %s; only an f16 cache can be compressed",
+              ggml_type_name(type));
+    akv_status status = make_dense(host, type, diag);
+    if (status == AKV_OK)
+        status = read_tokens(host, 0, diag);
+    if (status == AKV_OK && has_native(host))
+        status = akvl_save_native(host->dense, &host->dense_state, &host->dense_state_bytes, diag);
+    return status;
+}
+
+static enum ggml_type cache_type(akv_llama_cache_type type)
+{
+    static const enum ggml_type types[] = {GGML_TYPE_F16,  GGML_TYPE_Q8_0, GGML_TYPE_Q5_1,  GGML_TYPE_Q5_0,
+                                           GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
+    return (unsigned)type < sizeof types / sizeof types[0] ? types[type] : GGML_TYPE_COUNT;
+}
+
+uint64_t akv_llama_cache_bytes(akv_llama_cache_type type, uint64_t f16_bytes)
+{
+    const enum ggml_type t = cache_type(type);
+    return t == GGML_TYPE_COUNT ? 0 : f16_bytes / 2 / (uint64_t)ggml_blck_size(t) * ggml_type_size(t);
+}
+
+static akv_status prefill(akv_llama *host, enum ggml_type type, const int32_t *tokens, size_t num_tokens,
+                          size_t reserve_cells, akv_diag *diag)
 {
     if (!host || !tokens)
         return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and tokens must not be NULL");
@@ -285,13 +327,13 @@ akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_
     if (!host->tokens)
         return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu tokens", num_tokens);
     memcpy(host->tokens, tokens, num_tokens * sizeof *tokens);
-    host->num_tokens = num_tokens;
+    host->num_tokens = host->base_tokens = num_tokens;
     host->dense_cells = akvl_dense_cells(host, num_tokens + reserve_cells);
     host->dense_position = num_tokens;
     status = akvl_graph_create(host->num_layers, &host->dense_graph, diag);
     const double start = akvl_seconds();
     if (status == AKV_OK)
-        status = run_prefill(host, reserve_cells == 0, diag);
+        status = type == GGML_TYPE_F16 ? run_prefill(host, reserve_cells == 0, diag) : run_native(host, type, diag);
     if (status != AKV_OK) {
         akvl_drop_dense(host);
         host->logits_rows = 0;
@@ -305,6 +347,71 @@ akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_
     return AKV_OK;
 }
 
+akv_status akv_llama_prefill(akv_llama *host, const int32_t *tokens, size_t num_tokens, size_t reserve_cells,
+                             akv_diag *diag)
+{
+    return prefill(host, GGML_TYPE_F16, tokens, num_tokens, reserve_cells, diag);
+}
+
+akv_status akv_llama_prefill_cache(akv_llama *host, akv_llama_cache_type type, const int32_t *tokens, size_t num_tokens,
+                                   size_t reserve_cells, akv_diag *diag)
+{
+    if (cache_type(type) == GGML_TYPE_COUNT)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "cache type %d is unknown; 0 to 6 exist", (int)type);
+    return prefill(host, cache_type(type), tokens, num_tokens, reserve_cells, diag);
+}
+
+akv_status akv_llama_extend(akv_llama *host, const int32_t *tokens, size_t num_tokens, akv_diag *diag)
+{
+    if (!host || !tokens || num_tokens == 0)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
+                         "host and tokens must not be NULL, and at least one token be given");
+    if (!host->dense || host->tail)
+        return akvl_fail(diag, AKV_E_BAD_STATE,
+                         host->tail ? "a compressed document is attached; run akv_llama_detach first"
+                                    : "there is no dense cache; run akv_llama_prefill first");
+    const uint64_t window = host->options.observation_queries, total = host->base_tokens + num_tokens;
+    if (has_native(host))
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "the window or recurrent layers of this model cannot go back a few tokens;"
+                         " prefill the longer document instead");
+    if (host->base_tokens <= window)
+        return akvl_fail(diag, AKV_E_UNSUPPORTED,
+                         "a document of %llu tokens is no longer than the window of %llu; prefill the"
+                         " longer document instead",
+                         (unsigned long long)host->base_tokens, (unsigned long long)window);
+    if (num_tokens > host->dense_cells || total > host->dense_cells)
+        return akvl_fail(diag, AKV_E_NO_SPACE,
+                         "%zu more tokens after %llu exceed the %llu cells of the dense cache; prefill"
+                         " with more reserve_cells",
+                         num_tokens, (unsigned long long)host->base_tokens, (unsigned long long)host->dense_cells);
+    akv_status status = check_tokens(host, tokens, num_tokens, diag);
+    if (status != AKV_OK)
+        return status;
+    int32_t *grown = realloc(host->tokens, (size_t)total * sizeof *grown);
+    if (!grown)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %llu tokens", (unsigned long long)total);
+    host->tokens = grown;
+    memcpy(grown + host->base_tokens, tokens, num_tokens * sizeof *tokens);
+    /* the last batch must hold the window's queries: some of the document's own tokens are read once more */
+    const uint64_t from = total - window < host->base_tokens ? total - window : host->base_tokens;
+    const double start = akvl_seconds();
+    host->dense_hook.visible = host->num_tokens = host->dense_position = total;
+    host->logits_rows = 0;
+    if (!llama_memory_seq_rm(llama_get_memory(host->dense), 0, (llama_pos)from, -1))
+        status =
+            akvl_fail(diag, AKV_E_UNSUPPORTED, "libllama cannot forget the last tokens of the document in this model");
+    if (status == AKV_OK)
+        status = read_tokens(host, from, diag);
+    if (status != AKV_OK) {
+        akvl_drop_dense(host);
+        return status;
+    }
+    host->stats.prefill_tokens += total - from;
+    host->stats.prefill_seconds += akvl_seconds() - start;
+    return AKV_OK;
+}
+
 akv_status akv_llama_free_dense(akv_llama *host, akv_diag *diag)
 {
     if (!host)
@@ -315,150 +422,4 @@ akv_status akv_llama_free_dense(akv_llama *host, akv_diag *diag)
     akvl_drop_dense(host);
     host->stats.rss_after = akvl_resident_bytes();
     return AKV_OK;
-}
-
-/* ------------------------------------------------------------------------------------------------------ compress */
-
-/* Rows [0, tokens) of a cache root as a [head, token, dim] view; cells hold positions in order (akvl_capture checked).
- */
-static akv_tensor cache_view(const struct ggml_tensor *root, uint32_t dim)
-{
-    return (akv_tensor){.data = root->data,
-                        .dtype = AKV_F16,
-                        .stride_head = dim,
-                        .stride_token = (int64_t)(root->nb[1] / sizeof(uint16_t)),
-                        .stride_dim = 1};
-}
-
-void akvl_describe_layer(const akvl_layer *from, int32_t number, uint64_t num_tokens, int32_t first_position,
-                         akv_layer *out)
-{
-    akv_layer_init(out);
-    out->shape.num_tokens = num_tokens;
-    out->shape.num_kv_heads = from->num_kv_heads;
-    out->shape.gqa_group = from->gqa_group;
-    out->shape.head_dim_k = from->head_dim_k;
-    out->shape.head_dim_v = from->head_dim_v;
-    out->shape.rotary_dim = from->rotary_dim;
-    out->layer_index = number;
-    out->keys = cache_view(from->k_root, from->head_dim_k);
-    out->values = cache_view(from->v_root, from->head_dim_v);
-    out->first_position = first_position;
-    out->rope.rotary_dim = from->rotary_dim;
-    out->rope.style = from->rope_style;
-    out->rope.magnitude = from->magnitude;
-    out->rope.inv_freq = from->inv_freq;
-    out->sm_scale = from->sm_scale;
-    out->logit_softcap = from->logit_softcap;
-}
-
-static akv_status compress_layer(akv_llama *host, uint32_t number, akv_llama_method method, const akv_config *config,
-                                 akv_segment **out, akv_diag *diag)
-{
-    akv_layer layer;
-    const akvl_layer *from = &host->dense_graph->layers[number];
-    akvl_describe_layer(from, (int32_t)number, host->num_tokens, 0, &layer);
-    layer.shape.num_queries = host->options.observation_queries;
-    if (host->dense_hook.queries[number])
-        layer.queries = akv_tensor_contiguous(host->dense_hook.queries[number], AKV_F32, host->dense_hook.num_queries,
-                                              from->head_dim_k);
-    if (host->dense_hook.sampled[number]) {
-        layer.num_sampled = host->dense_hook.num_sampled;
-        layer.sampled = akv_tensor_contiguous(host->dense_hook.sampled[number], AKV_F32, layer.num_sampled, from->head_dim_k);
-        layer.sampled_positions = host->dense_hook.sampled_positions;
-    }
-    akv_diag inner = {.status = AKV_OK};
-    akv_status status;
-    switch (method) {
-    case AKV_LLAMA_ANCHOR:
-        status = akv_compress(&layer, config, out, &inner);
-        break;
-    case AKV_LLAMA_SNAPKV:
-        status = akv_evict_snapkv(&layer, config, out, &inner);
-        break;
-    case AKV_LLAMA_EXACT:
-        status = akv_segment_create_dense(&layer, config, out, &inner);
-        break;
-    default:
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "method %d is unknown; 0 to 2 exist", (int)method);
-    }
-    if (status != AKV_OK)
-        akvl_fail(diag, status, "layer %u: %.480s", number, inner.message);
-    return status;
-}
-
-static akv_status build_store(akv_llama *host, akv_llama_method method, const akv_config *config,
-                              akv_llama_layer *layers, akv_segment **segments, akv_llama_store **out, akv_diag *diag)
-{
-    const uint32_t num_layers = host->num_layers;
-    uint32_t num_segments = 0;
-    akv_status status = AKV_OK;
-    for (uint32_t i = 0; i < num_layers && status == AKV_OK; i++) {
-        const akvl_layer *layer = &host->dense_graph->layers[i];
-        if (!host->is_hosted[i]) {
-            layers[i].kind = layer->seen ? AKV_LLAMA_LAYER_WINDOW : AKV_LLAMA_LAYER_NO_CACHE;
-            host->layer_stats[i].seconds = 0.0;
-        } else {
-            const double start = akvl_seconds();
-            akvl_layer_signature(layer, &layers[i]);
-            status = compress_layer(host, i, method, config, &segments[num_segments], diag);
-            if (status != AKV_OK)
-                break;
-            layers[i].first_segment = num_segments++;
-            layers[i].num_segments = 1;
-            host->layer_stats[i].seconds = akvl_seconds() - start;
-        }
-        if (host->options.progress &&
-            host->options.progress(host->options.progress_opaque, AKV_LLAMA_STAGE_COMPRESS, i + 1, num_layers) != 0)
-            status = akvl_fail(diag, AKV_E_CANCELLED, "compression was cancelled after layer %u", i);
-    }
-    if (status == AKV_OK) {
-        akv_llama_store_parts parts;
-        akv_llama_store_parts_init(&parts);
-        parts.fingerprint = host->info.fingerprint;
-        parts.tokens = host->tokens;
-        parts.num_tokens = host->num_tokens;
-        parts.next_position = (int32_t)host->num_tokens;
-        parts.method = (uint32_t)method;
-        parts.num_layers = num_layers;
-        parts.layers = layers;
-        parts.num_segments = num_segments;
-        parts.segments = segments;
-        parts.native_state = host->dense_state;
-        parts.native_state_bytes = host->dense_state ? host->dense_state_bytes : 0;
-        status = akv_llama_store_create(&parts, out, diag);
-    }
-    for (uint32_t i = 0; i < num_segments; i++)
-        akv_segment_release(segments[i]); /* the store holds its own references */
-    return status;
-}
-
-akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const akv_config *config, akv_llama_store **out,
-                              akv_diag *diag)
-{
-    if (!host || !config || !out)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host, config and out must not be NULL");
-    if (!host->dense)
-        return akvl_fail(diag, AKV_E_BAD_STATE, "there is no dense cache to compress; run akv_llama_prefill first");
-    if (host->dense_position != host->num_tokens)
-        return akvl_fail(diag, AKV_E_BAD_STATE,
-                         "the dense cache has gone on behind the document; run akv_llama_rewind first");
-    if (host->not_hostable.status != AKV_OK)
-        return akvl_fail(diag, host->not_hostable.status, "%s", host->not_hostable.message);
-    akv_config own = *config;
-    if (!own.executor)
-        own.executor = host->options.executor;
-    akv_llama_layer *layers = akvl_new(host->num_layers, sizeof *layers);
-    akv_segment **segments = akvl_new(host->num_layers, sizeof *segments);
-    const double start = akvl_seconds();
-    akv_status status =
-        layers && segments ? build_store(host, method, &own, layers, segments, out, diag)
-                           : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
-    free(layers);
-    free(segments);
-    if (status == AKV_OK) {
-        host->stats.compress_seconds = akvl_seconds() - start;
-        akvl_note_store(host, *out);
-    }
-    return status;
 }

@@ -84,7 +84,7 @@ static akv_status check_parts(const akv_llama_store_parts *p, akv_diag *diag)
                          p->fingerprint.num_layers);
     if (p->num_segments == 0 || !p->segments)
         return akvl_fail(diag, AKV_E_CORRUPT, "no segments are given; at least one layer must be compressed");
-    if (p->method > AKV_LLAMA_EXACT)
+    if (p->method > AKV_LLAMA_CUSTOM)
         return akvl_fail(diag, AKV_E_CORRUPT, "method %u is unknown", p->method);
     if ((p->native_state == NULL) != (p->native_state_bytes == 0))
         return akvl_fail(diag, AKV_E_CORRUPT,
