@@ -214,7 +214,7 @@ def judge_retrieval(model, prefix, start, questions, first, stop, show):
 def main():
     a = arguments()
     began = time.time()
-    model = Model(a.model, a.device, torch.bfloat16 if a.device == "cuda" else torch.float32, a.model_cache)
+    # Whatever can be wrong with the arguments shows before the minute that the model takes.
     with open(a.text, encoding="utf-8", errors="ignore") as f:
         prose = f.read()
     with open(a.methods) as f:
@@ -222,6 +222,8 @@ def main():
     if a.only:
         methods = [m for m in methods if m["name"] in a.only.split(",")]
     methods = expand(methods)
+    os.makedirs(os.path.dirname(os.path.abspath(a.out)), exist_ok=True)
+    model = Model(a.model, a.device, torch.bfloat16 if a.device == "cuda" else torch.float32, a.model_cache)
     before, after = model.frame(not a.plain)
     stop = model.stop_tokens()
     settings = {
