@@ -13,7 +13,7 @@ help:
 	@echo 'make demo-large  the same with a 1.5B model (1.1 GB to fetch) and a document of TOKENS=$(TOKENS); minutes, not seconds'
 	@echo 'make check    bring what is missing, build, run all tests; the core also under ASan and UBSan'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
-	@echo 'make bench    attention from the compressed form against ggml, one layer, one thread'
+	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
 	@echo 'make install  what build made, into PREFIX (now: $(PREFIX))'
 	@echo 'make deps     only bring the dependencies (.deps/, or AKV_DEPS)'
 	@echo 'make clean    remove build/ (dependencies stay; rm -rf .deps removes them)'
@@ -37,7 +37,7 @@ demo-large: build
 	@python3 demo/large.py --tokens $(TOKENS) --ratio $(RATIO) $(if $(DENSE),--dense)
 
 bench: build
-	@for shape in '64 3 3 8192' '128 8 4 8192' '128 2 6 32768'; do build/release/bench/attend_vs_ggml $$shape || exit 1; done
+	@build/release/cli/akv bench
 
 install: build
 	DESTDIR='$(DESTDIR)' cmake --install build/release --prefix '$(PREFIX)'
