@@ -1,0 +1,81 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* device.cuh - small device functions that several kernels need: conversions, exact phases, sums over a warp. */
+#ifndef AKV_CUDA_DEVICE_CUH
+#define AKV_CUDA_DEVICE_CUH
+
+#include "cuda/internal.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <stdint.h>
+
+static __device__ __forceinline__ float akv_bf16(uint16_t h)
+{
+    return __uint_as_float((uint32_t)h << 16);
+}
+
+static __device__ __forceinline__ float akv_f16(uint16_t h)
+{
+    return __half2float(__ushort_as_half(h));
+}
+
+static __device__ __forceinline__ float akv_load(const void *data, int dtype, int64_t at)
+{
+    if (dtype == AKV_F32)
+        return ((const float *)data)[at];
+    const uint16_t h = ((const uint16_t *)data)[at];
+    return dtype == AKV_F16 ? akv_f16(h) : akv_bf16(h);
+}
+
+static __device__ __forceinline__ void akv_store(void *data, int dtype, int64_t at, float x)
+{
+    if (dtype == AKV_F32)
+        ((float *)data)[at] = x;
+    else if (dtype == AKV_F16)
+        ((__half *)data)[at] = __float2half_rn(x);
+    else
+        ((__nv_bfloat16 *)data)[at] = __float2bfloat16_rn(x);
+}
+
+/* cos and sin of position * inv_freq: the turn is reduced in double, so a position of a million costs nothing. */
+static __device__ __forceinline__ void akv_phase(int64_t position, double inv_freq, float *c, float *s)
+{
+    const double turns = (double)position * (inv_freq * 0.15915494309189533577);
+    sincospif(2.0f * (float)(turns - rint(turns)), s, c);
+}
+
+static __device__ __forceinline__ float akv_warp_sum(float x)
+{
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1)
+        x += __shfl_xor_sync(0xffffffffu, x, o);
+    return x;
+}
+
+static __device__ __forceinline__ float akv_warp_max(float x)
+{
+#pragma unroll
+    for (int o = 16; o > 0; o >>= 1)
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, o));
+    return x;
+}
+
+/* NaN must not get lost in a maximum: fmaxf drops it. */
+static __device__ __forceinline__ float akv_cap(float logit, float cap)
+{
+    return cap > 0.0f ? cap * tanhf(logit / cap) : logit;
+}
+
+/* Where query row `row` of KV head `head` of a sequence begins. */
+static __device__ __forceinline__ int64_t akv_query_at(const akv_cuda_call &c, uint32_t sequence, uint32_t head, uint32_t row)
+{
+    return (int64_t)sequence * c.step.query_stride_sequence + (int64_t)(head * c.G + row / c.T) * c.step.query_stride_head +
+           (int64_t)(row % c.T) * c.step.query_stride_token;
+}
+
+static __device__ __forceinline__ size_t akv_slot(const akv_cuda_call &c, uint32_t part, uint32_t head, uint32_t row)
+{
+    return ((size_t)part * c.H + head) * c.rows + row;
+}
+
+#endif
