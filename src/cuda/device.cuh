@@ -78,4 +78,40 @@ static __device__ __forceinline__ size_t akv_slot(const akv_cuda_call &c, uint32
     return ((size_t)part * c.H + head) * c.rows + row;
 }
 
+/*
+ * Programmatic dependent launch (sm_90 and newer; elsewhere kernels simply follow one another). A step's kernels form a
+ * chain; each may start while the one before still runs, and waits for its end, and so for all before it, where it needs to.
+ */
+static __device__ __forceinline__ void akv_let_next_start(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+static __device__ __forceinline__ void akv_wait_for_previous(void)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/* Launch; early: as a dependent of the kernel before it. */
+static inline cudaError_t akv_launch(const void *kernel, dim3 grid, unsigned threads, size_t shared, cudaStream_t stream,
+                                     const akv_cuda_call *call, bool early)
+{
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early ? 1 : 0;
+    void *args[] = {(void *)call};
+    return cudaLaunchKernelExC(&config, kernel, args);
+}
+
 #endif

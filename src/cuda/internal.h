@@ -45,6 +45,30 @@ typedef struct akv_item {
     uint32_t part;       /* its slot among the partial states */
 } akv_item;
 
+/* A run of spans of one packed segment: one thread block's work for one KV head and one chunk of query rows. */
+typedef struct akv_span_item {
+    const uint8_t *packed;
+    uint32_t first_span, num_spans;
+    uint32_t sequence;
+    uint32_t part; /* its slot among the span states */
+} akv_span_item;
+
+/* All items of one packed segment: their states are pooled into partial states, one a chunk of anchors and one for residuals. */
+typedef struct akv_pool {
+    const uint8_t *packed;
+    uint32_t first_part, num_parts;
+    uint32_t first_slot;
+    uint32_t unused;
+} akv_pool;
+
+/* States that span items leave: values are still in anchors and coordinates. */
+typedef struct akv_span_states {
+    float *max;  /* [parts, H, rows] */
+    float *sum;
+    float *sums; /* [parts, H, rows, dim]: residuals in the transform's coordinates */
+    float *hist; /* [parts, H, rows, most anchors]: weight x coefficient of each anchor */
+} akv_span_states;
+
 /* A tail as kernels see it. */
 typedef struct akv_tail {
     const void *keys, *values;
@@ -71,12 +95,30 @@ typedef struct akv_cuda_call {
     const uint32_t *first_slot; /* [num_sequences + 1] */
     const int32_t *tail_lengths;
     akv_partials partials;
+    uint32_t num_span_items, num_pools, most_anchors, most_parts;
+    uint32_t row_chunk;  /* query rows of a span item: 4 or 8 */
+    uint32_t fast_steps; /* of all packed segments of the batch */
+    uint32_t span_shared_bytes;
+    uint32_t early_launch; /* the device knows programmatic dependent launch */
+    const akv_span_item *span_items;
+    const akv_pool *pools;
+    akv_span_states states;
     akv_code_values values;
     akv_cuda_step step;
 } akv_cuda_call;
 
 /* Launchers; defined beside their kernels. Each returns CUDA's error of the launch. */
 cudaError_t akv_cuda_prepare_parts(void);
+/* Span items: kernels exist for some (head_dim, row chunk, fast steps) only; prepare gives the shared memory a block takes. */
+typedef struct akv_span_shape {
+    uint32_t dim, row_chunk, fast_steps, num_anchors, span_tokens, most_tiles, num_levels;
+} akv_span_shape;
+int akv_cuda_span_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
+size_t akv_cuda_span_shared(const akv_span_shape *shape);
+cudaError_t akv_cuda_prepare_spans(const akv_span_shape *shape, size_t shared_bytes);
+cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
+cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim);
+cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream);
 

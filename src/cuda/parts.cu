@@ -441,6 +441,7 @@ static __device__ void dense_values(const void *values, int dtype, int64_t strid
 __global__ void __launch_bounds__(THREADS) akv_parts_kernel(const __grid_constant__ akv_cuda_call c)
 {
     extern __shared__ uint8_t memory[];
+    akv_let_next_start();
     part_shared *s = (part_shared *)memory;
     const akv_item item = c.items[blockIdx.x];
     const uint32_t head = blockIdx.y, row0 = blockIdx.z * ROWS, dv = c.dim_v;
@@ -522,46 +523,70 @@ __global__ void __launch_bounds__(THREADS) akv_parts_kernel(const __grid_constan
             c.partials.sum[slot] = s->sum[r];
         }
     }
+    akv_wait_for_previous(); /* nothing here needs the span items, but who waits for this kernel needs both */
 }
 
 /* ------------------------------------------------------------------------------------------------------------ combine */
 
-/* One block per (query head, query token) and sequence: merge its partial states in slot order, add the sink, normalise. */
-__global__ void akv_combine_kernel(const __grid_constant__ akv_cuda_call c)
+#define MERGE_WARPS 8
+
+/*
+ * One block per (query head, query token) and sequence: merge its partial states, add the sink, normalise. Warp w takes every eighth
+ * slot, a lane every 32nd coordinate, so that all loads are in flight together.
+ */
+__global__ void __launch_bounds__(MERGE_WARPS * 32) akv_combine_kernel(const __grid_constant__ akv_cuda_call c)
 {
+    __shared__ float sums[MERGE_WARPS][DIM + 1];
     const uint32_t sequence = blockIdx.y, head = blockIdx.x / c.rows, row = blockIdx.x % c.rows;
     const uint32_t q = head * c.G + row / c.T, t = row % c.T;
-    const uint32_t first = c.first_slot[sequence], end = c.first_slot[sequence + 1];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const uint32_t first = c.first_slot[sequence], end = c.first_slot[sequence + 1]; /* the plan's: there before any kernel */
+    akv_wait_for_previous();
     const float sink = c.step.sinks != NULL ? c.step.sinks[q] : -INFINITY;
-    float max = sink, sum = 0.0f;
+    float max = sink;
     bool nan = false;
-    for (uint32_t i = first; i < end; i++) {
+    for (uint32_t i = first + lane; i < end; i += 32) {
         const size_t slot = akv_slot(c, i, head, row);
         max = fmaxf(max, c.partials.max[slot]);
         nan |= c.partials.sum[slot] != c.partials.sum[slot];
     }
+    max = akv_warp_max(max);
+    nan = __any_sync(0xffffffffu, nan);
     const float origin = max == -INFINITY ? 0.0f : max;
-    if (c.step.sinks != NULL)
-        sum = expf(sink - origin);
-    float acc = 0.0f;
-    for (uint32_t i = first; i < end; i++) {
+    float acc[DIM / 32] = {}, sum = c.step.sinks != NULL && warp == 0 ? expf(sink - origin) : 0.0f;
+#pragma unroll 4
+    for (uint32_t i = first + warp; i < end; i += MERGE_WARPS) {
         const size_t slot = akv_slot(c, i, head, row);
         const float w = expf(c.partials.max[slot] - origin);
         sum += w * c.partials.sum[slot];
-        if (w != 0.0f && threadIdx.x < c.dim_v)
-            acc += w * c.partials.acc[slot * c.dim_v + threadIdx.x];
+#pragma unroll
+        for (int j = 0; j < DIM / 32; j++) {
+            const float x = j * 32 + lane < (int)c.dim_v ? c.partials.acc[slot * c.dim_v + j * 32 + lane] : 0.0f;
+            acc[j] += w != 0.0f ? w * x : 0.0f;
+        }
     }
-    if (nan)
-        sum = acc = NAN;
-    if (threadIdx.x < c.dim_v)
+#pragma unroll
+    for (int j = 0; j < DIM / 32; j++)
+        sums[warp][j * 32 + lane] = acc[j];
+    if (lane == 0)
+        sums[warp][DIM] = sum;
+    __syncthreads();
+    float total = 0.0f;
+    for (int w = 0; w < MERGE_WARPS; w++)
+        total += sums[w][DIM];
+    if (threadIdx.x < c.dim_v) {
+        float x = 0.0f;
+        for (int w = 0; w < MERGE_WARPS; w++)
+            x += sums[w][threadIdx.x];
         akv_store(c.step.out, c.out_dtype, sequence * c.step.out_stride_sequence + q * c.step.out_stride_head +
                                                t * c.step.out_stride_token + threadIdx.x,
-                  sum == 0.0f ? 0.0f : acc / sum);
+                  nan ? NAN : total == 0.0f ? 0.0f : x / total);
+    }
     const size_t state = ((size_t)sequence * c.H * c.G + q) * c.T + t;
     if (threadIdx.x == 0 && c.step.state_max != NULL)
         c.step.state_max[state] = max;
     if (threadIdx.x == 0 && c.step.state_sum != NULL)
-        c.step.state_sum[state] = sum;
+        c.step.state_sum[state] = nan ? NAN : total;
 }
 
 extern "C" cudaError_t akv_cuda_prepare_parts(void)
@@ -572,14 +597,15 @@ extern "C" cudaError_t akv_cuda_prepare_parts(void)
 extern "C" cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream)
 {
     const dim3 grid(call->num_items, call->H, (call->rows + ROWS - 1) / ROWS);
-    if (call->num_items > 0)
-        akv_parts_kernel<<<grid, THREADS, sizeof(part_shared), stream>>>(*call);
-    return cudaGetLastError();
+    if (call->num_items == 0)
+        return cudaSuccess;
+    return akv_launch((const void *)akv_parts_kernel, grid, THREADS, sizeof(part_shared), stream, call,
+                      call->early_launch != 0 && call->num_span_items > 0);
 }
 
 extern "C" cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream)
 {
     const dim3 grid(call->H * call->rows, call->num_sequences);
-    akv_combine_kernel<<<grid, (call->dim_v + 31) / 32 * 32, 0, stream>>>(*call);
-    return cudaGetLastError();
+    return akv_launch((const void *)akv_combine_kernel, grid, MERGE_WARPS * 32, 0, stream, call,
+                      call->early_launch != 0 && (call->num_items > 0 || call->num_pools > 0));
 }

@@ -2,6 +2,7 @@
 /* upload.c - segments on the device, and the one place that turns CUDA's errors into statuses. */
 #include "cuda/host.h"
 #include "core/segment.h"
+#include "cuda/pack.h"
 
 #include <stdlib.h>
 
@@ -28,12 +29,26 @@ static akv_status check(const akv_segment *segment, akv_diag *diag)
     return AKV_OK;
 }
 
+/* Whether this segment goes up in the private form, and that form's head. */
+static akv_status choose_form(const akv_segment *segment, akv_packed *packed, akv_diag *diag)
+{
+    memset(packed, 0, sizeof *packed);
+    if (!akv_pack_covers(segment))
+        return AKV_OK;
+    AKV_TRY(akv_pack_plan(segment, packed, diag));
+    if (!akv_cuda_span_covers(packed->dim[0], 4, packed->fast_steps) && !akv_cuda_span_covers(packed->dim[0], 8, packed->fast_steps))
+        memset(packed, 0, sizeof *packed); /* no such kernel in this build */
+    return AKV_OK;
+}
+
 akv_status akv_cuda_upload_bytes(const akv_segment *segment, size_t *bytes, akv_diag *diag)
 {
     if (bytes == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "bytes must not be NULL");
     AKV_TRY(check(segment, diag));
-    *bytes = (size_t)akv_round_up(segment->blob_bytes, AKV_CUDA_ALIGN);
+    akv_packed packed;
+    AKV_TRY(choose_form(segment, &packed, diag));
+    *bytes = (size_t)akv_round_up(packed.total_bytes > 0 ? packed.total_bytes : segment->blob_bytes, AKV_CUDA_ALIGN);
     return AKV_OK;
 }
 
@@ -51,17 +66,28 @@ akv_status akv_cuda_upload(const akv_segment *segment, void *device, size_t byte
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a handle of %zu bytes", sizeof *s);
     s->header = *akv_header_of(segment);
     s->device = device;
-    s->kind = s->header.kind == AKV_SEGMENT_DENSE           ? AKV_ITEM_DENSE
+    s->kind = s->header.kind == AKV_SEGMENT_DENSE     ? AKV_ITEM_DENSE
               : s->header.coding == AKV_CODING_LADDER ? AKV_ITEM_LADDER
                                                       : AKV_ITEM_PLAIN;
-    cudaError_t error = cudaGetDevice(&s->ordinal);
-    if (error == cudaSuccess)
-        error = cudaMemcpyAsync(device, segment->blob, segment->blob_bytes, cudaMemcpyHostToDevice, stream);
-    if (error == cudaSuccess) /* the source may be pinned memory, which is read later */
+    const uint8_t *bytes_to_send = segment->blob;
+    size_t count = segment->blob_bytes;
+    uint8_t *packed = NULL;
+    akv_status status = choose_form(segment, &s->packed, diag);
+    if (status == AKV_OK && s->packed.total_bytes > 0) {
+        count = s->packed.total_bytes;
+        bytes_to_send = packed = akv_alloc(NULL, count);
+        status = packed == NULL ? akv_fail(diag, AKV_E_NO_MEMORY, "no memory for packing a segment into %zu bytes", count)
+                                : akv_pack_write(segment, &s->packed, packed, diag);
+    }
+    cudaError_t error = status == AKV_OK ? cudaGetDevice(&s->ordinal) : cudaSuccess;
+    if (status == AKV_OK && error == cudaSuccess)
+        error = cudaMemcpyAsync(device, bytes_to_send, count, cudaMemcpyHostToDevice, stream);
+    if (status == AKV_OK && error == cudaSuccess) /* the source may be pinned memory, which is read later */
         error = cudaStreamSynchronize(stream);
-    if (error != cudaSuccess) {
+    akv_free(NULL, packed, count);
+    if (status != AKV_OK || error != cudaSuccess) {
         free(s);
-        return akv_cuda_fail(diag, error, "copying a segment to the device");
+        return status != AKV_OK ? status : akv_cuda_fail(diag, error, "copying a segment to the device");
     }
     *out = s;
     return AKV_OK;

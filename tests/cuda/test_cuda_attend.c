@@ -5,12 +5,25 @@
  */
 #include "device.h"
 
+#include "cuda/pack.h"
+
 /*
- * A segment in the private form multiplies in fp16 with operands rounded there (docs/numerics.md, "GPU"): a logit may be
- * off by LOGIT_ERROR of the norms' product, an output by the same share of the values' size. Everything else is fp32.
+ * Everything runs in fp32 but segments in the private form, whose operands are fp16 (11 bits, three roundings) and whose slow
+ * planes turn to first order within a window. Such a case may be off by FP16_FACTOR times what fp32 loops may be off by
+ * (2^13 coarser roundings, fewer of them), and a logit by LOGIT_SHARE of the norms' product.
  */
-#define ATTEND_TOLERANCE(params, row, plain) fmin((row)->tol_out, PLAIN_FACTOR * (plain) + 4 * REF_U)
-#define ATTEND_LOGIT_TOLERANCE(params, row) ((row)->tol_logit)
+#define FP16_FACTOR 512
+#define LOGIT_SHARE 1e-3
+static double tolerance_factor(const akv_attend_params *p)
+{
+    for (uint32_t i = 0; i < p->num_segments; i++)
+        if (akv_pack_covers(p->segments[i]))
+            return FP16_FACTOR;
+    return 1;
+}
+#define ATTEND_TOLERANCE(params, row, plain) fmin((row)->tol_out * 1024, tolerance_factor(params) * (PLAIN_FACTOR * (plain) + 4 * REF_U))
+#define ATTEND_LOGIT_TOLERANCE(params, row)                                                                            \
+    ((row)->tol_logit * (tolerance_factor(params) > 1 ? LOGIT_SHARE / ref_gamma((params)->head_dim_k) : 1))
 #define ATTEND_TABLE_ONLY
 #define akv_attend gpu_attend
 #define akv_attend_workspace_bytes gpu_attend_workspace_bytes
