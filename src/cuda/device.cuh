@@ -44,6 +44,14 @@ static __device__ __forceinline__ void akv_phase(int64_t position, double inv_fr
     sincospif(2.0f * (float)(turns - rint(turns)), s, c);
 }
 
+/* 2^x: the special-function unit alone; exp2f adds a detour for denormal results, which no weight here needs. */
+static __device__ __forceinline__ float akv_exp2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 static __device__ __forceinline__ float akv_warp_sum(float x)
 {
 #pragma unroll

@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
 {
     extern __shared__ float room[];
     const akv_pool pool = c.pools[blockIdx.z];
+    __builtin_assume(__isGlobal(pool.packed));
     const akv_packed *p = (const akv_packed *)pool.packed;
     const uint32_t head = blockIdx.y, chunk = blockIdx.x, D = p->dim[1], k = p->num_anchors, coords = p->coords[1];
     const uint32_t share = (k + AKV_CUDA_POOL_CHUNKS - 1) / AKV_CUDA_POOL_CHUNKS, a0 = chunk * share;

@@ -112,7 +112,7 @@ static __device__ __forceinline__ void turn_on(__half2 a, __half2 b, uint2 turn,
 
 static __device__ __forceinline__ float gain_of(uint32_t entry)
 {
-    return exp2f(((float)((entry >> 11) & 15u) - 8.0f) * (1.0f / 3.0f));
+    return akv_exp2((float)((entry >> 11) & 15u) * (1.0f / 3.0f) - 8.0f / 3.0f);
 }
 
 /* Levels of a side in shared memory: tiles by width, and where the level's query tiles begin. */
@@ -188,6 +188,12 @@ struct span_block {
             fetch_lines(base + p->anchors[0] + head * anchor_bytes + from, anchor_bytes - from < mine ? anchor_bytes - from : mine, threadIdx.x, SPAN_THREADS);
     }
 
+    __device__ __forceinline__ void zero(uint32_t from, uint32_t bytes)
+    {
+        for (uint32_t e = threadIdx.x * 16; e < bytes; e += SPAN_THREADS * 16)
+            *(uint4 *)(shared + from + e) = make_uint4(0, 0, 0, 0);
+    }
+
     __device__ void prepare()
     {
         const int tid = threadIdx.x;
@@ -208,10 +214,7 @@ struct span_block {
             row_turns()[e] = ((const uint2 *)(base + p->row_turns))[e];
         for (int e = tid; e < D / 2; e += SPAN_THREADS)
             phase()[e].x = (float)((const double *)(base + p->inv_freq))[e];
-        for (int e = tid; e < SPAN_WARPS * D * NR; e += SPAN_THREADS)
-            slab(0)[e] = 0.0f;
-        for (int e = tid; e < NR * (int)p->num_anchors; e += SPAN_THREADS)
-            hist()[e] = 0;
+        zero(at.hist, at.stage - at.hist); /* histogram and slabs */
         if (tid < NR) {
             row_value(MAX)[tid] = -INFINITY;
             row_value(SUM)[tid] = 0.0f;
@@ -340,12 +343,14 @@ struct span_block {
         }
         __syncthreads();
         const int column = lane / 4;
-        uint32_t all = 0;
-        for (uint32_t l = 0; l < p->num_levels; l++) { /* tiles of all levels, shared out to the warps */
-            const uint32_t n = levels(0)[l].counts, tiles = (n & 255) + (n >> 8 & 255) + (n >> 16 & 255) + (n >> 24);
-            for (uint32_t tile = 0; tile < tiles; tile++, all++) {
-                if (all % SPAN_WARPS != (uint32_t)warp)
-                    continue;
+        const uint32_t levels_k = p->num_levels, last = levels(0)[levels_k - 1].counts;
+        const uint32_t total = levels(0)[levels_k - 1].first_tile + (last & 255) + (last >> 8 & 255) + (last >> 16 & 255) + (last >> 24);
+        uint32_t l = 0;
+        for (uint32_t all = warp; all < total; all += SPAN_WARPS) { /* tiles of all levels, shared out to the warps */
+            while (l + 1 < levels_k && all >= levels(0)[l + 1].first_tile)
+                l++;
+            const uint32_t tile = all - levels(0)[l].first_tile;
+            {
                 const uint32_t k = (l * AKV_PACK_MAX_TILES + tile) * 16 + lane % 4 * 4;
                 const ushort4 tc = *(const ushort4 *)(coords + k);
                 const float4 ts = *(const float4 *)(scales + k);
@@ -361,7 +366,7 @@ struct span_block {
                         const int x = __float2int_rn(z[g * D + (c4[i] < D ? c4[i] : 0)] * s4[i] * f), hi = (x + 128) >> 8;
                         word |= ((column % 2 == 0 ? hi : x - hi * 256) & 255) << (8 * i);
                     }
-                    key_tiles()[((levels(0)[l].first_tile + tile) * NT + t) * 32 + lane] = word;
+                    key_tiles()[(all * NT + t) * 32 + lane] = word;
                 }
             }
         }
@@ -379,8 +384,7 @@ struct span_block {
             akv_phase(position, inv_freq[j], &v.x, &v.y);
             phase()[j] = v;
         }
-        for (uint32_t e = threadIdx.x; e < NR * at.stride; e += SPAN_THREADS)
-            logits()[e] = 0.0f;
+        zero(at.logits, NR * at.stride * 4);
         const akv_packed_span *sp = (const akv_packed_span *)(base + p->spans) + (size_t)head * p->num_spans + span;
         for (uint32_t e = threadIdx.x; e < sizeof *sp / 4; e += SPAN_THREADS)
             ((uint32_t *)span_copy())[e] = ((const uint32_t *)sp)[e];
@@ -524,7 +528,7 @@ struct span_block {
 
     __device__ __forceinline__ static float coefficient(const akv_code_values &v, uint32_t nibble)
     {
-        const int code = (int)((nibble & 15u) ^ 8u) - 8;
+        const int code = (int)(nibble << 28) >> 28;
         return code == v.coeff_self ? 1.0f : (float)code * v.coeff_step;
     }
 
@@ -681,7 +685,7 @@ struct span_block {
             sum[r] = 0.0f;
             for (uint32_t t = threadIdx.x; t < count; t += SPAN_THREADS) {
                 float *l = logits() + r * at.stride + t;
-                const float w = exp2f(*l * 1.44269504f - origin);
+                const float w = akv_exp2(*l * 1.44269504f - origin);
                 *l = w;
                 sum[r] += w;
             }
@@ -767,7 +771,8 @@ struct span_block {
 
     __device__ __forceinline__ float weight_of(uint32_t entry, int r)
     {
-        return entry & 0x8000u ? logits()[r * at.stride + (entry & 2047u)] * gain_of(entry) * WEIGHT_SCALE : 0.0f;
+        const float gain = entry & 0x8000u ? gain_of(entry) * WEIGHT_SCALE : 0.0f;
+        return logits()[r * at.stride + (entry & 2047u)] * gain;
     }
 
     __device__ void value_residuals(cursor fetched)
@@ -861,21 +866,29 @@ struct span_block {
 
     __device__ void write_states(uint32_t part)
     {
-        for (uint32_t r = 0; r < rows; r++) {
+        const uint32_t k = p->num_anchors, coords = p->coords[1];
+#pragma unroll
+        for (uint32_t r = 0; r < NR; r++) {
+            if (r >= rows)
+                break;
             const size_t slot = akv_slot(c, part, head, row0 + r);
             if (threadIdx.x == 0) {
                 c.states.max[slot] = row_value(MAX)[r];
                 c.states.sum[slot] = row_value(SUM)[r];
             }
-            for (int e = threadIdx.x; e < (int)p->coords[1]; e += SPAN_THREADS) {
+            for (uint32_t e = threadIdx.x; e < coords; e += SPAN_THREADS) {
                 float sum = 0.0f;
+#pragma unroll
                 for (int w = 0; w < SPAN_WARPS; w++)
                     sum += slab(w)[e * NR + r];
                 c.states.sums[slot * D + e] = sum;
             }
             const float unit = exp2f(-row_value(EXPONENT)[r]);
-            for (uint32_t a = threadIdx.x; a < p->num_anchors; a += SPAN_THREADS)
-                c.states.hist[slot * c.most_anchors + a] = (float)hist()[r * p->num_anchors + a] * unit;
+            const int *from = hist() + r * k;
+            float *to = c.states.hist + slot * c.most_anchors;
+#pragma unroll 4
+            for (uint32_t a = threadIdx.x; a < k; a += SPAN_THREADS)
+                to[a] = (float)from[a] * unit;
         }
     }
 
@@ -914,10 +927,11 @@ __global__ void __launch_bounds__(SPAN_THREADS, NR == 4 && D <= 128 ? 2 : 1) akv
     extern __shared__ __align__(16) uint8_t memory[];
     akv_let_next_start();
     const akv_span_item item = c.span_items[blockIdx.x];
+    __builtin_assume(__isGlobal(item.packed)); /* loads then need no look at the address's kind */
     const akv_packed *p = (const akv_packed *)item.packed;
     const uint32_t row0 = blockIdx.z * NR, rows = c.rows - row0 < (uint32_t)NR ? c.rows - row0 : (uint32_t)NR;
     span_block<D, NR, NF> block = {c, p, item.packed, memory, lay_out_span<D, NR, NF>(p->num_anchors, p->span_tokens, p->most_tiles, p->num_levels),
-                                   blockIdx.y, row0, rows, item.sequence, (int)(threadIdx.x / 32), (int)(threadIdx.x % 32)};
+                                   blockIdx.y, row0, rows, item.sequence, __shfl_sync(0xffffffffu, (int)(threadIdx.x / 32), 0), (int)(threadIdx.x % 32)};
     block.run(item);
 }
 
