@@ -20,9 +20,11 @@ bool akv_pack_covers(const akv_segment *segment)
 }
 
 /* A span is one item of work: short segments need short ones to fill a GPU, long ones waste fewer filled-up groups. */
-static uint32_t span_tokens(uint64_t tokens)
+static uint32_t span_tokens(uint64_t tokens, uint32_t dim)
 {
-    return tokens <= 16384 ? 512 : tokens <= 32768 ? 1024 : AKV_PACK_MAX_SPAN;
+    if (tokens <= 16384 && dim <= 128) /* wider heads prepare their queries in the room of at least 1024 tokens' logits */
+        return 512;
+    return tokens <= 32768 ? 1024 : AKV_PACK_MAX_SPAN;
 }
 
 static akv_level_tiles tiles_of(const akv_level_list *list)
@@ -212,7 +214,7 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
     p->num_tokens = h->num_tokens;
     p->num_kv_heads = h->num_kv_heads;
     p->num_anchors = h->num_anchors;
-    p->span_tokens = span_tokens(h->num_tokens);
+    p->span_tokens = span_tokens(h->num_tokens, h->head_dim[0]);
     p->num_spans = (uint32_t)akv_div_up(h->num_tokens, p->span_tokens);
     p->num_levels = h->num_levels;
     p->first_position = h->first_position;
@@ -258,10 +260,12 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
                 tiles[side][l] = tiles_of(&list);
             }
         }
-        uint32_t key_tiles = 0;
-        for (uint32_t l = 0; l < L; l++)
-            key_tiles += tiles[0][l].four + tiles[0][l].half + tiles[0][l].two + tiles[0][l].one;
-        p->most_tiles = key_tiles > p->most_tiles ? key_tiles : p->most_tiles;
+        for (int side = 0; side < AKV_SIDES; side++) {
+            uint32_t all = 0;
+            for (uint32_t l = 0; l < L; l++)
+                all += tiles[side][l].four + tiles[side][l].half + tiles[side][l].two + tiles[side][l].one;
+            p->most_tiles = all > p->most_tiles ? all : p->most_tiles;
+        }
         for (uint32_t i = 0; i < p->num_spans; i++) {
             const uint64_t begin = (uint64_t)i * p->span_tokens, rest = h->num_tokens - begin;
             const uint32_t n = rest < p->span_tokens ? (uint32_t)rest : p->span_tokens;

@@ -41,7 +41,7 @@ typedef struct akv_packed {
     uint64_t num_tokens;
     uint32_t num_kv_heads, num_anchors, dim[2], coords[2], basis_dim[2], basis_cols[2];
     uint32_t span_tokens, num_spans, num_levels, steps, fast_steps;
-    uint32_t most_tiles; /* key tiles of all levels of a head together, the most of any head */
+    uint32_t most_tiles; /* tiles of all levels of a head and side together, the most of any */
     uint32_t steps4[2], steps2, steps1; /* level steps as bytes: magnitudes of 4-bit codes, 2- and 1-bit ones ascending */
     uint32_t halves2, halves1;          /* 2- and 1-bit steps as upper bytes of fp16 */
     int32_t first_position;

@@ -28,7 +28,7 @@
 
 /* Where things lie in a block's shared memory, in bytes; the host asks for the total. */
 struct span_layout {
-    uint32_t logits, hist, slabs, stage, span, key_tiles, key_scales, queries, turned, mean_rows, mean_slow, row_turns, phase, reduce, levels, total;
+    uint32_t logits, hist, slabs, stage, span, key_tiles, value_scales, value_coords, key_scales, queries, turned, mean_rows, mean_slow, row_turns, phase, reduce, levels, total;
     uint32_t stride; /* floats of a row of logits */
 };
 
@@ -45,6 +45,8 @@ static __host__ __device__ __forceinline__ span_layout lay_out_span(uint32_t anc
     l.stage = at, at += SPAN_WARPS * 2 * STAGE_BYTES(D);
     l.span = at, at += (sizeof(akv_packed_span) + 15) / 16 * 16;
     l.key_tiles = at, at += (tiles + 1) * NT * 128;
+    l.value_scales = at, at += (tiles + 1) * 64;
+    l.value_coords = at, at += (tiles + 1) * 32;
     l.queries = at, at += NR * D * 4;
     l.turned = at, at += STEPS * NT * 32 * 8;
     l.mean_rows = at, at += NF * 16 * 4 * 8;
@@ -147,6 +149,8 @@ struct span_block {
     __device__ __forceinline__ uint8_t *stage(uint32_t round) { return shared + at.stage + (warp * 2 + (round & 1)) * STAGE_BYTES(D); }
     __device__ __forceinline__ akv_packed_span *span_copy() { return (akv_packed_span *)(shared + at.span); }
     __device__ __forceinline__ uint32_t *key_tiles() { return (uint32_t *)(shared + at.key_tiles); }
+    __device__ __forceinline__ float *value_scales() { return (float *)(shared + at.value_scales); }
+    __device__ __forceinline__ uint16_t *value_coords() { return (uint16_t *)(shared + at.value_coords); }
     __device__ __forceinline__ float *key_scales() { return (float *)(shared + at.key_scales); }
     __device__ __forceinline__ float *queries() { return (float *)(shared + at.queries); }
     __device__ __forceinline__ uint2 *turned() { return (uint2 *)(shared + at.turned); }
@@ -176,16 +180,30 @@ struct span_block {
         fetch_lines(base + begin, sp->end - begin, threadIdx.x, SPAN_THREADS);
     }
 
-    /* Tables of this head, and this block's share of its anchors. */
-    __device__ void fetch_head(uint32_t share, uint32_t shares)
+    /* This block's share of its head's anchors. */
+    __device__ void fetch_anchors(uint32_t share, uint32_t shares)
     {
-        const uint64_t table = (uint64_t)p->num_levels * AKV_PACK_MAX_TILES * 16, anchor_bytes = (uint64_t)p->num_anchors * D;
-        const uint64_t lines = (anchor_bytes + 127) / 128, mine = (lines + shares - 1) / shares * 128, from = mine * share;
-        fetch_lines(base + p->basis[0] + (uint64_t)head * p->basis_cols[0] * p->basis_dim[0], (uint64_t)p->basis_cols[0] * p->basis_dim[0], threadIdx.x, SPAN_THREADS);
-        fetch_lines(base + p->tile_coords[0] + head * table * 2, table * 2, threadIdx.x, SPAN_THREADS);
-        fetch_lines(base + p->tile_scales[0] + head * table * 4, table * 4, threadIdx.x, SPAN_THREADS);
+        const uint64_t anchor_bytes = (uint64_t)p->num_anchors * D, lines = (anchor_bytes + 127) / 128;
+        const uint64_t mine = (lines + shares - 1) / shares * 128, from = mine * share;
         if (from < anchor_bytes)
             fetch_lines(base + p->anchors[0] + head * anchor_bytes + from, anchor_bytes - from < mine ? anchor_bytes - from : mine, threadIdx.x, SPAN_THREADS);
+    }
+
+    /*
+     * A table to shared memory if there is room, all tables at once: read one after the other where they are needed, they cost
+     * 18 us of latency before the first token. The bytes are there after the wait in prepare().
+     */
+    template <class T>
+    __device__ __forceinline__ const T *bring(const T *from, uint32_t bytes, uint32_t *room, uint32_t end)
+    {
+        const uint32_t padded = (bytes + 15) / 16 * 16, to = *room;
+        if (to + padded > end || ((uintptr_t)from & 15) != 0)
+            return from;
+        *room = to + padded;
+        const uint32_t s = (uint32_t)__cvta_generic_to_shared(shared + to);
+        for (uint32_t e = threadIdx.x * 16; e < padded; e += SPAN_THREADS * 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s + e), "l"((const uint8_t *)from + e) : "memory");
+        return (const T *)(shared + to);
     }
 
     __device__ __forceinline__ void zero(uint32_t from, uint32_t bytes)
@@ -194,12 +212,25 @@ struct span_block {
             *(uint4 *)(shared + from + e) = make_uint4(0, 0, 0, 0);
     }
 
-    __device__ void prepare()
+    __device__ void prepare(uint32_t first_span, uint32_t share, uint32_t shares)
     {
         const int tid = threadIdx.x;
         float *natural = logits(), *ordered = natural + NR * D, *z = ordered + NR * D; /* the room of the logits, before them */
-        const uint16_t *slots = (const uint16_t *)(base + p->slots), *order = (const uint16_t *)(base + p->coords_order);
-        const float *units = (const float *)(base + p->units[0]) + (size_t)head * D;
+        const uint32_t L = p->num_levels, tables = L * AKV_PACK_MAX_TILES * 16, cols = p->basis_cols[0], n_basis = p->basis_dim[0];
+        uint32_t room = at.slabs, rest = at.logits + (3 * NR * D + 16 * NR) * 4;
+        const uint32_t room_end = at.span, rest_end = at.hist; /* slabs and stage, and the rest of the logits' room */
+        const uint16_t *slots = bring((const uint16_t *)(base + p->slots), D * 2, &room, room_end);
+        const uint16_t *order = bring((const uint16_t *)(base + p->coords_order), D * 2, &room, room_end);
+        const float *units = bring((const float *)(base + p->units[0]) + (size_t)head * D, D * 4, &room, room_end);
+        const float *mean = bring((const float *)(base + p->mean) + (size_t)head * D, D * 4, &room, room_end);
+        const double *inv_freq = bring((const double *)(base + p->inv_freq), D / 2 * 8, &room, room_end);
+        const float *tile_scales = bring((const float *)(base + p->tile_scales[0]) + (size_t)head * tables, tables * 4, &room, room_end);
+        const uint16_t *tile_coords = bring((const uint16_t *)(base + p->tile_coords[0]) + (size_t)head * tables, tables * 2, &room, room_end);
+        const int8_t *basis = bring((const int8_t *)(base + p->basis[0]) + (size_t)head * cols * n_basis, cols * n_basis, &rest, rest_end);
+        const float *basis_scales = (const float *)(base + p->basis_scales[0]) + (size_t)head * cols;
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        fetch_span(first_span);
+        fetch_anchors(share, shares);
         for (int e = tid; e < NR * D; e += SPAN_THREADS) {
             const int r = e / D, i = e % D;
             natural[e] = r < (int)rows ? akv_load(c.step.queries, c.query_dtype, akv_query_at(c, sequence, head, row0 + r) + i) : 0.0f;
@@ -212,27 +243,28 @@ struct span_block {
         }
         for (int e = tid; e < NF * 64; e += SPAN_THREADS)
             row_turns()[e] = ((const uint2 *)(base + p->row_turns))[e];
-        for (int e = tid; e < D / 2; e += SPAN_THREADS)
-            phase()[e].x = (float)((const double *)(base + p->inv_freq))[e];
-        zero(at.hist, at.stage - at.hist); /* histogram and slabs */
+        zero(at.hist, at.slabs - at.hist);
         if (tid < NR) {
             row_value(MAX)[tid] = -INFINITY;
             row_value(SUM)[tid] = 0.0f;
             row_value(EXPONENT)[tid] = 0.0f;
         }
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncthreads();
-        if (tid == 0)
-            for (uint32_t l = 0, at_tile = 0; l < p->num_levels; l++) {
-                const uint32_t n = levels(0)[l].counts;
-                levels(0)[l].first_tile = at_tile;
+        if (tid % 32 == 0 && tid < 64) {
+            const int side = tid / 32;
+            for (uint32_t l = 0, at_tile = 0; l < L; l++) {
+                const uint32_t n = levels(side)[l].counts;
+                levels(side)[l].first_tile = at_tile;
                 at_tile += (n & 255) + (n >> 8 & 255) + (n >> 16 & 255) + (n >> 24);
             }
+        }
         for (int e = tid; e < NR * D; e += SPAN_THREADS) {
             const int r = e / D, i = e % D;
             ordered[e] = natural[r * D + order[i]];
             queries()[e] = natural[r * D + slots[i]] * units[i];
         }
-        prepare_mean();
+        prepare_mean(mean, inv_freq);
         __syncthreads();
         for (int r = warp; r < NR; r += SPAN_WARPS) { /* rows to about 16 at most: fp16 then has all its bits */
             float most = 0.0f;
@@ -245,15 +277,17 @@ struct span_block {
             if (lane == 0)
                 row_value(NORM)[r] = c.sm_scale / norm;
         }
-        prepare_coordinates(ordered, z);
+        prepare_coordinates(ordered, z, basis, basis_scales);
         __syncthreads();
-        prepare_tiles(z);
+        prepare_tiles(z, tile_coords, tile_scales);
+        prepare_flush();
+        __syncthreads();
+        zero(at.slabs, at.stage - at.slabs);
     }
 
     /* Mean keys as operands: turned by 0..15 tokens for fast steps, as they are for slow ones. */
-    __device__ void prepare_mean()
+    __device__ void prepare_mean(const float *mean, const double *inv_freq)
     {
-        const float *mean = (const float *)(base + p->mean) + (size_t)head * D;
         for (int e = threadIdx.x; e < STEPS * 64; e += SPAN_THREADS) {
             const int s = e / 64, r = e / 4 % 16, col = e % 4;
             float x[2], y[2];
@@ -261,7 +295,7 @@ struct span_block {
                 const float mx = mean[s * 16 + 2 * col + i], my = mean[s * 16 + 8 + 2 * col + i];
                 float co = 1.0f, si = 0.0f;
                 if (s < NF)
-                    sincosf((float)r * phase()[s * 8 + 2 * col + i].x, &si, &co);
+                    sincosf((float)r * (float)inv_freq[s * 8 + 2 * col + i], &si, &co);
                 x[i] = mx * co - my * si;
                 y[i] = mx * si + my * co;
             }
@@ -274,14 +308,13 @@ struct span_block {
     }
 
     /* Queries in the coordinates of the key residuals: z [NR, D]. */
-    __device__ void prepare_coordinates(const float *ordered, float *z)
+    __device__ void prepare_coordinates(const float *ordered, float *z, const int8_t *all, const float *scales)
     {
         const uint32_t n = p->basis_dim[0], cols = p->basis_cols[0];
-        const float *scales = (const float *)(base + p->basis_scales[0]) + (size_t)head * cols;
         const uint32_t split = n % 16 == 0 && cols * 4 <= SPAN_THREADS ? 4 : n % 8 == 0 ? 2 : 1; /* threads a column, four bytes at a time */
         for (uint32_t e0 = threadIdx.x - lane; e0 < cols * split; e0 += SPAN_THREADS) {
             const uint32_t e = e0 + lane, col = e / split < cols ? e / split : cols - 1, piece = e % split, length = n / split;
-            const int8_t *basis = (const int8_t *)(base + p->basis[0]) + ((size_t)head * cols + col) * n + piece * length;
+            const int8_t *basis = all + col * n + piece * length;
             const float *q = ordered + piece * length;
             float sum[NR] = {};
             if (split > 1) {
@@ -312,10 +345,8 @@ struct span_block {
     }
 
     /* Query operands of every level's tiles: 16-bit whole numbers in two bytes, columns 2g and 2g + 1 of head g. */
-    __device__ void prepare_tiles(const float *z)
+    __device__ void prepare_tiles(const float *z, const uint16_t *coords, const float *scales)
     {
-        const uint16_t *coords = (const uint16_t *)(base + p->tile_coords[0]) + (size_t)head * p->num_levels * AKV_PACK_MAX_TILES * 16;
-        const float *scales = (const float *)(base + p->tile_scales[0]) + (size_t)head * p->num_levels * AKV_PACK_MAX_TILES * 16;
         float *row_factor = logits() + 3 * NR * D; /* [levels, NR], behind z */
         for (uint32_t l = warp; l < p->num_levels; l += SPAN_WARPS) {
             const uint32_t n = levels(0)[l].counts, tiles = (n & 255) + (n >> 8 & 255) + (n >> 16 & 255) + (n >> 24);
@@ -368,6 +399,23 @@ struct span_block {
                     }
                     key_tiles()[(all * NT + t) * 32 + lane] = word;
                 }
+            }
+        }
+    }
+
+    /* Coordinates and scales of the value tiles, where flush() finds them at once. */
+    __device__ void prepare_flush()
+    {
+        const uint32_t tables = p->num_levels * AKV_PACK_MAX_TILES * 16;
+        const uint16_t *coords = (const uint16_t *)(base + p->tile_coords[1]) + (size_t)head * tables;
+        const float *scales = (const float *)(base + p->tile_scales[1]) + (size_t)head * tables;
+        for (uint32_t e = threadIdx.x; e < tables; e += SPAN_THREADS) {
+            const uint32_t l = e / (AKV_PACK_MAX_TILES * 16), n = levels(1)[l].counts, in = e % (AKV_PACK_MAX_TILES * 16);
+            const uint16_t coord = coords[e];
+            const float scale = scales[e];
+            if (in < ((n & 255) + (n >> 8 & 255) + (n >> 16 & 255) + (n >> 24)) * 16) {
+                value_coords()[levels(1)[l].first_tile * 16 + in] = coord < D ? coord : 0; /* scale 0 where there is none */
+                value_scales()[levels(1)[l].first_tile * 16 + in] = scale * (1.0f / WEIGHT_SCALE);
             }
         }
     }
@@ -588,7 +636,7 @@ struct span_block {
                     mma_f16(mean_start[t], m.x, m.x, m.y, m.y, slow[t][s - NF][0], slow[t][s - NF][1]);
                 }
             }
-#pragma unroll 1
+#pragma unroll 2
             for (uint32_t part = 0; part < AKV_PACK_WINDOW / 16; part++) {
                 const uint32_t t0 = window * AKV_PACK_WINDOW + part * 16;
                 if (t0 >= count)
@@ -746,8 +794,8 @@ struct span_block {
     /* Sums of one level so far, to the warp's slab in the transform's coordinates. */
     __device__ __forceinline__ void flush(uint32_t l, uint32_t tiles, float acc[MOST][4])
     {
-        const uint16_t *coords = (const uint16_t *)(base + p->tile_coords[1]) + ((size_t)head * p->num_levels + l) * AKV_PACK_MAX_TILES * 16;
-        const float *scales = (const float *)(base + p->tile_scales[1]) + ((size_t)head * p->num_levels + l) * AKV_PACK_MAX_TILES * 16;
+        const uint16_t *coords = value_coords() + levels(1)[l].first_tile * 16;
+        const float *scales = value_scales() + levels(1)[l].first_tile * 16;
         const int row = lane / 4, col = lane % 4;
         float *mine = slab(warp);
 #pragma unroll
@@ -756,10 +804,10 @@ struct span_block {
 #pragma unroll
                 for (int half = 0; half < 2; half++) {
                     const uint32_t coord = coords[i * 16 + row + 8 * half];
-                    const float scale = scales[i * 16 + row + 8 * half] * (1.0f / WEIGHT_SCALE);
-                    if (coord != 0xffff) {
-                        mine[coord * NR + 2 * col] += acc[i][2 * half] * scale;
-                        mine[coord * NR + 2 * col + 1] += acc[i][2 * half + 1] * scale;
+                    const float scale = scales[i * 16 + row + 8 * half];
+                    if (scale != 0.0f) { /* filled-up places share coordinate 0 */
+                        float2 *sum = (float2 *)(mine + coord * NR + 2 * col);
+                        *sum = make_float2(sum->x + acc[i][2 * half] * scale, sum->y + acc[i][2 * half + 1] * scale);
                     }
                 }
             }
@@ -894,9 +942,7 @@ struct span_block {
 
     __device__ void run(const akv_span_item &item)
     {
-        fetch_span(item.first_span);
-        fetch_head(item.first_span / item.num_spans, (p->num_spans + item.num_spans - 1) / item.num_spans);
-        prepare();
+        prepare(item.first_span, item.first_span / item.num_spans, (p->num_spans + item.num_spans - 1) / item.num_spans);
         __syncthreads();
         for (uint32_t i = 0; i < item.num_spans; i++) {
             const uint32_t span = item.first_span + i;

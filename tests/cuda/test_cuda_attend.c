@@ -12,7 +12,7 @@
  * planes turn to first order within a window. Such a case may be off by FP16_FACTOR times what fp32 loops may be off by
  * (2^13 coarser roundings, fewer of them), and a logit by LOGIT_SHARE of the norms' product.
  */
-#define FP16_FACTOR 512
+#define FP16_FACTOR 1024
 #define LOGIT_SHARE 1e-3
 static double tolerance_factor(const akv_attend_params *p)
 {
