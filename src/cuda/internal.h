@@ -19,7 +19,7 @@ extern "C" {
 /* Tokens of one item of the plain path: canonical blocks, dense segments, tails. */
 #define AKV_CUDA_PART_TOKENS AKV_BLOCK_TOKENS
 #define AKV_CUDA_PART_ROWS 8u   /* query rows (head of the group x query token) handled together there */
-#define AKV_CUDA_POOL_CHUNKS 16u
+#define AKV_CUDA_POOL_CHUNKS 16u /* the most that one segment's anchors are cut into when pooled */
 
 /* Values of code numbers and gains, filled from core/ladder.h on the host: one source for CPU and GPU. */
 typedef struct akv_code_values {
@@ -95,7 +95,7 @@ typedef struct akv_cuda_call {
     const uint32_t *first_slot; /* [num_sequences + 1] */
     const int32_t *tail_lengths;
     akv_partials partials;
-    uint32_t num_span_items, num_pools, most_anchors, most_parts;
+    uint32_t num_span_items, num_pools, most_anchors, most_parts, pool_chunks;
     uint32_t row_chunk;  /* query rows of a span item: 4 or 8 */
     uint32_t fast_steps; /* of all packed segments of the batch */
     uint32_t span_shared_bytes;
@@ -117,7 +117,7 @@ int akv_cuda_span_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
 size_t akv_cuda_span_shared(const akv_span_shape *shape);
 cudaError_t akv_cuda_prepare_spans(const akv_span_shape *shape, size_t shared_bytes);
 cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
-cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim);
+cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows);
 cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream);

@@ -15,7 +15,7 @@ struct akv_cuda_plan {
 typedef struct places {
     size_t items, span_items, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, total;
     uint64_t num_items, num_slots, num_span_items, num_pools;
-    uint32_t most_anchors, most_parts, row_chunk, fast_steps;
+    uint32_t most_anchors, most_parts, pool_chunks, row_chunk, fast_steps;
     size_t span_shared;
 } places;
 
@@ -152,8 +152,14 @@ static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32
 static void cut(const akv_cuda_batch *b, const lists *l, places *at)
 {
     const uint32_t spans = at->row_chunk > 0 ? spans_per_item(b, at->row_chunk) : 1;
-    uint64_t n = 0, slots = 0;
+    uint64_t n = 0, slots = 0, pools = 0;
     at->num_span_items = at->num_pools = 0;
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
+            pools += is_packed(b->sequences[q].segments[s]);
+    /* few pools: cut finely, to fill the GPU; many: coarsely, since every block pays the same latency */
+    const uint64_t chunks = pools == 0 ? 1 : TARGET_BLOCKS / (pools * b->num_kv_heads), least = akv_div_up(at->most_anchors, 1024);
+    at->pool_chunks = chunks > AKV_CUDA_POOL_CHUNKS ? AKV_CUDA_POOL_CHUNKS : chunks > least ? (uint32_t)chunks : least > 1 ? (uint32_t)least : 1;
     for (uint32_t q = 0; q < b->num_sequences; q++) {
         const akv_cuda_sequence *seq = &b->sequences[q];
         if (l->first_slot != NULL)
@@ -162,7 +168,7 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
             const akv_cuda_segment *segment = s < seq->num_segments ? seq->segments[s] : NULL;
             if (is_packed(segment)) {
                 cut_spans(segment, q, spans, l, slots, at);
-                slots += AKV_CUDA_POOL_CHUNKS;
+                slots += at->pool_chunks;
                 continue;
             }
             const uint64_t tokens = segment != NULL ? segment->header.num_tokens : seq->tail_tokens;
@@ -277,7 +283,7 @@ static akv_status check_device(const akv_cuda_batch *b, const places *at, int *o
         const akv_span_shape shape = {b->head_dim_k, at->row_chunk, at->fast_steps, 0, 0, 0, 0};
         error = akv_cuda_prepare_spans(&shape, at->span_shared);
         if (error == cudaSuccess)
-            error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v);
+            error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v, at->pool_chunks, b->gqa_group * b->num_queries);
     }
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         (void)cudaGetLastError();
@@ -389,6 +395,7 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     c->num_pools = (uint32_t)at.num_pools;
     c->most_anchors = at.most_anchors;
     c->most_parts = at.most_parts;
+    c->pool_chunks = at.pool_chunks;
     c->row_chunk = at.row_chunk;
     c->early_launch = major >= 9;
     c->fast_steps = at.fast_steps;

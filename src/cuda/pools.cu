@@ -6,25 +6,24 @@
 #include "cuda/device.cuh"
 #include "cuda/packed.h"
 
-#define GROUP 8 /* rows at a time */
 #define THREADS 512
 #define WARPS (THREADS / 32)
-#define MOST_DIM AKV_CUDA_MAX_HEAD_DIM
 
 /*
  * Block (chunk of anchors and of residual coordinates, KV head, pool). Few bytes, so all loads of a stage are in flight at once: that is
  * what the many threads are for (one thread a coordinate took 20 us of latency, 25 % of a step).
  */
-__global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant__ akv_cuda_call c)
+template <int GROUP, int SLICES> /* rows at a time, dim / 32 */
+__global__ void __launch_bounds__(THREADS, GROUP *SLICES <= 16 ? 2 : 1) akv_pool_kernel(const __grid_constant__ akv_cuda_call c)
 {
     extern __shared__ float room[];
     const akv_pool pool = c.pools[blockIdx.z];
     __builtin_assume(__isGlobal(pool.packed));
     const akv_packed *p = (const akv_packed *)pool.packed;
     const uint32_t head = blockIdx.y, chunk = blockIdx.x, D = p->dim[1], k = p->num_anchors, coords = p->coords[1];
-    const uint32_t share = (k + AKV_CUDA_POOL_CHUNKS - 1) / AKV_CUDA_POOL_CHUNKS, a0 = chunk * share;
+    const uint32_t share = (k + gridDim.x - 1) / gridDim.x, a0 = chunk * share;
     const uint32_t n = a0 >= k ? 0 : k - a0 < share ? k - a0 : share;
-    const uint32_t coord_share = (coords + AKV_CUDA_POOL_CHUNKS - 1) / AKV_CUDA_POOL_CHUNKS, z0 = chunk * coord_share;
+    const uint32_t coord_share = (coords + gridDim.x - 1) / gridDim.x, z0 = chunk * coord_share;
     const uint32_t m = z0 >= coords ? 0 : coords - z0 < coord_share ? coords - z0 : coord_share;
     const float *scales = (const float *)(pool.packed + p->anchor_scales[1]) + (size_t)head * k + a0;
     const uint8_t *anchors = pool.packed + p->anchors[1] + ((size_t)head * k + a0) * D;
@@ -74,12 +73,12 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
             merged[e / (GROUP - rows) * GROUP + rows + e % (GROUP - rows)] = 0.0f;
         __syncthreads();
         /* a warp takes every 16th anchor, a lane every 32nd coordinate; then the residuals likewise */
-        float acc[MOST_DIM / 32][GROUP] = {};
+        float acc[SLICES][GROUP] = {};
         const float *units = (const float *)(pool.packed + p->units[1]) + (size_t)head * D;
 #pragma unroll 4
         for (uint32_t a = warp; a < n; a += WARPS)
 #pragma unroll
-            for (int j = 0; j < (int)MOST_DIM / 32; j++) {
+            for (int j = 0; j < SLICES; j++) {
                 if (j * 32 + lane >= (int)D)
                     break;
                 const float x = (float)((int)anchors[(size_t)a * D + j * 32 + lane] - 128);
@@ -88,7 +87,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
                     acc[j][r] += x * merged[a * GROUP + r];
             }
 #pragma unroll
-        for (int j = 0; j < (int)MOST_DIM / 32; j++) {
+        for (int j = 0; j < SLICES; j++) {
             const float unit = j * 32 + lane < (int)D ? units[j * 32 + lane] : 0.0f;
 #pragma unroll
             for (int r = 0; r < GROUP; r++)
@@ -100,7 +99,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
         for (uint32_t a = warp; a < m; a += WARPS) {
             const uint32_t z = z0 + a;
 #pragma unroll
-            for (int j = 0; j < (int)MOST_DIM / 32; j++) {
+            for (int j = 0; j < SLICES; j++) {
                 const uint32_t i = j * 32 + lane;
                 if (i >= D)
                     break;
@@ -114,7 +113,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
         for (int half = WARPS / 2; half >= 1; half /= 2) {
             if (warp >= half && warp < 2 * half)
 #pragma unroll
-                for (int j = 0; j < (int)MOST_DIM / 32; j++)
+                for (int j = 0; j < SLICES; j++)
                     if (j * 32 + lane < (int)D)
 #pragma unroll
                         for (int r = 0; r < GROUP; r++)
@@ -122,7 +121,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
             __syncthreads();
             if (warp < half)
 #pragma unroll
-                for (int j = 0; j < (int)MOST_DIM / 32; j++)
+                for (int j = 0; j < SLICES; j++)
                     if (j * 32 + lane < (int)D)
 #pragma unroll
                         for (int r = 0; r < GROUP; r++)
@@ -136,7 +135,7 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
                     break;
                 const size_t slot = akv_slot(c, pool.first_slot + chunk, head, row0 + r);
 #pragma unroll
-                for (int j = 0; j < (int)MOST_DIM / 32; j++)
+                for (int j = 0; j < SLICES; j++)
                     if (j * 32 + lane < (int)D)
                         c.partials.acc[slot * D + j * 32 + lane] = acc[j][r];
                 if (lane == 0) {
@@ -147,22 +146,39 @@ __global__ void __launch_bounds__(THREADS) akv_pool_kernel(const __grid_constant
     }
 }
 
-static size_t shared_of(uint32_t parts, uint32_t anchors, uint32_t dim)
+static uint32_t group_of(uint32_t rows)
 {
-    const uint32_t share = (anchors + AKV_CUDA_POOL_CHUNKS - 1) / AKV_CUDA_POOL_CHUNKS;
-    return (size_t)(parts + share + (dim + AKV_CUDA_POOL_CHUNKS - 1) / AKV_CUDA_POOL_CHUNKS + WARPS / 2 * dim) * GROUP * sizeof(float);
+    return rows <= 4 ? 4 : 8;
 }
 
-extern "C" cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim)
+static size_t shared_of(uint32_t parts, uint32_t anchors, uint32_t dim, uint32_t chunks, uint32_t group)
 {
-    return cudaFuncSetAttribute(akv_pool_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_of(most_parts, most_anchors, dim));
+    return (size_t)(parts + (anchors + chunks - 1) / chunks + (dim + chunks - 1) / chunks + WARPS / 2 * dim) * group * sizeof(float);
+}
+
+static const void *kernel_of(uint32_t dim, uint32_t group)
+{
+#define SELECT(SLICES)                                                                                                 \
+    if (dim == 32 * SLICES)                                                                                            \
+        return group == 4 ? (const void *)akv_pool_kernel<4, SLICES> : (const void *)akv_pool_kernel<8, SLICES>;
+    SELECT(2) SELECT(3) SELECT(4) SELECT(6) SELECT(8)
+#undef SELECT
+    return NULL;
+}
+
+extern "C" cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows)
+{
+    const uint32_t group = group_of(rows);
+    return cudaFuncSetAttribute(kernel_of(dim, group), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                (int)shared_of(most_parts, most_anchors, dim, chunks, group));
 }
 
 extern "C" cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream)
 {
     if (call->num_pools == 0)
         return cudaSuccess;
-    const dim3 grid(AKV_CUDA_POOL_CHUNKS, call->H, call->num_pools);
-    return akv_launch((const void *)akv_pool_kernel, grid, THREADS,
-                      shared_of(call->most_parts, call->most_anchors, call->dim_v), stream, call, call->early_launch != 0);
+    const uint32_t group = group_of(call->rows);
+    return akv_launch(kernel_of(call->dim_v, group), dim3(call->pool_chunks, call->H, call->num_pools), THREADS,
+                      shared_of(call->most_parts, call->most_anchors, call->dim_v, call->pool_chunks, group), stream, call,
+                      call->early_launch != 0);
 }

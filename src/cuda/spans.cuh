@@ -617,6 +617,10 @@ struct span_block {
         gather(anchors + (size_t)i0 * D, col, next0);
         gather(anchors + (size_t)i1 * D, col, next1);
         float next_w0 = coefficient(c.values, c0) * scales[i0], next_w1 = coefficient(c.values, c1) * scales[i1];
+        uint2 next_turns[NF];
+#pragma unroll
+        for (int s = 0; s < NF; s++)
+            next_turns[s] = __ldg(&fast_turns[(s * fast_windows + t1 / 16) * 4 + col]);
         t1 = after(t1);
         i0 = index[t1 + row], i1 = index[t1 + row + 8];
         c0 = coeff[t1 + row], c1 = coeff[t1 + row + 8];
@@ -648,6 +652,12 @@ struct span_block {
                     raw0[s] = next0[s];
                     raw1[s] = next1[s];
                 }
+                uint2 turns[NF];
+#pragma unroll
+                for (int s = 0; s < NF; s++) {
+                    turns[s] = next_turns[s];
+                    next_turns[s] = __ldg(&fast_turns[(s * fast_windows + t1 / 16) * 4 + col]);
+                }
                 /* the group after this one, and the indices of the one after that */
                 const uint32_t t2 = after(t1);
                 gather(anchors + (size_t)i0 * D, col, next0);
@@ -667,7 +677,7 @@ struct span_block {
                     }
 #pragma unroll
                 for (int s = 0; s < NF; s++) {
-                    const uint2 turn = __ldg(&fast_turns[(s * fast_windows + t0 / 16) * 4 + col]);
+                    const uint2 turn = turns[s];
                     const uint2 turn0 = row_turns()[(s * 16 + row) * 4 + col], turn1 = row_turns()[(s * 16 + row + 8) * 4 + col];
                     const uint2 m0 = mean_rows()[(s * 16 + row) * 4 + col], m1 = mean_rows()[(s * 16 + row + 8) * 4 + col];
                     const __half2 x0 = __hadd2(as_half2(prmt(raw0[s], 0x64646464u, 0x4140u)), bias);
@@ -782,12 +792,25 @@ struct span_block {
 #pragma unroll
         for (int r = 0; r < NR; r++)
             unit[r] = exp2f(row_value(EXPONENT)[r]);
-        for (uint32_t t = threadIdx.x; t < count; t += SPAN_THREADS) {
-            int *h = hist() + index[t];
-            const float gamma = coefficient(c.values, coeff[t] >> 4);
+        constexpr int AHEAD = 4; /* tokens whose loads are in flight together */
+        for (uint32_t t0 = threadIdx.x; t0 < count; t0 += AHEAD * SPAN_THREADS) {
+            uint32_t which[AHEAD], nibbles[AHEAD];
 #pragma unroll
-            for (int r = 0; r < NR; r++)
-                atomicAdd(h + r * p->num_anchors, __float2int_rn(logits()[r * at.stride + t] * gamma * unit[r]));
+            for (int i = 0; i < AHEAD; i++) {
+                const uint32_t t = t0 + i * SPAN_THREADS;
+                which[i] = t < count ? index[t] : 0;
+                nibbles[i] = t < count ? coeff[t] : 0;
+            }
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const uint32_t t = t0 + i * SPAN_THREADS;
+                if (t >= count)
+                    break;
+                const float gamma = coefficient(c.values, nibbles[i] >> 4);
+#pragma unroll
+                for (int r = 0; r < NR; r++)
+                    atomicAdd(hist() + r * p->num_anchors + which[i], __float2int_rn(logits()[r * at.stride + t] * gamma * unit[r]));
+            }
         }
     }
 
