@@ -301,15 +301,15 @@ static akv_status check_device(const akv_cuda_batch *b, const places *at, int *o
 
 static void fill_values(akv_code_values *v)
 {
-    v->level1[0] = akv_level_value(0, 1);
-    v->level1[1] = akv_level_value(1, 1);
+    for (uint32_t i = 0; i < 2; i++)
+        v->level1[i] = AKV_LEVEL_UNIT1 * (float)akv_level_steps1[i];
     for (uint32_t i = 0; i < 4; i++) {
-        v->level2[i] = akv_level_value(i, 2);
+        v->level2[i] = AKV_LEVEL_UNIT2 * (float)akv_level_steps2[i];
         v->plain[i] = akv_levels_lloyd_max[i];
         v->uniform[i] = akv_levels_uniform[i];
     }
     for (uint32_t i = 0; i < 16; i++) {
-        v->level4[i] = akv_level_value(i, 4);
+        v->level4[i] = AKV_LEVEL_UNIT4 * (float)akv_level_steps4[i];
         v->gain[i] = akv_gain_value(i);
     }
     v->coeff_step = AKV_COEFF_STEP;

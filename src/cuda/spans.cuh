@@ -511,6 +511,7 @@ struct span_block {
         uint32_t e0 = g < end ? entries[g * 16 + row] : 0, e1 = g < end ? entries[g * 16 + row + 8] : 0;
         while (g < end) {
             const uint32_t until = fetched.g;
+            __syncwarp(); /* the round to come takes the room of the one before */
             if (until < end)
                 fetch_round(0, &fetched, round + 1);
             await_round(until >= end);
@@ -821,6 +822,7 @@ struct span_block {
         const float *scales = value_scales() + levels(1)[l].first_tile * 16;
         const int row = lane / 4, col = lane % 4;
         float *mine = slab(warp);
+        __syncwarp(); /* another level gave these coordinates to other lanes */
 #pragma unroll
         for (int i = 0; i < MOST; i++) {
             if (i < (int)tiles && 2 * col < NR) {
@@ -860,6 +862,7 @@ struct span_block {
         uint32_t ea = has_row && g < end ? pairs[g * 8] : 0, eb = has_row && g < end ? pairs[g * 8 + 4] : 0;
         while (g < end) {
             const uint32_t until = fetched.g;
+            __syncwarp(); /* the round to come takes the room of the one before */
             if (until < end)
                 fetch_round(1, &fetched, round + 1);
             await_round(until >= end);
