@@ -381,24 +381,22 @@ struct span_block {
             while (l + 1 < levels_k && all >= levels(0)[l + 1].first_tile)
                 l++;
             const uint32_t tile = all - levels(0)[l].first_tile;
-            {
-                const uint32_t k = (l * AKV_PACK_MAX_TILES + tile) * 16 + lane % 4 * 4;
-                const ushort4 tc = *(const ushort4 *)(coords + k);
-                const float4 ts = *(const float4 *)(scales + k);
-                const uint16_t c4[4] = {tc.x, tc.y, tc.z, tc.w};
-                const float s4[4] = {ts.x, ts.y, ts.z, ts.w}; /* 0 where there is no coordinate */
+            const uint32_t k = (l * AKV_PACK_MAX_TILES + tile) * 16 + lane % 4 * 4;
+            const ushort4 tc = *(const ushort4 *)(coords + k);
+            const float4 ts = *(const float4 *)(scales + k);
+            const uint16_t c4[4] = {tc.x, tc.y, tc.z, tc.w};
+            const float s4[4] = {ts.x, ts.y, ts.z, ts.w}; /* 0 where there is no coordinate */
 #pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    const int g = column / 2 + 4 * t;
-                    const float f = row_factor[l * NR + g];
-                    uint32_t word = 0;
+            for (int t = 0; t < NT; t++) {
+                const int g = column / 2 + 4 * t;
+                const float f = row_factor[l * NR + g];
+                uint32_t word = 0;
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        const int x = __float2int_rn(z[g * D + (c4[i] < D ? c4[i] : 0)] * s4[i] * f), hi = (x + 128) >> 8;
-                        word |= ((column % 2 == 0 ? hi : x - hi * 256) & 255) << (8 * i);
-                    }
-                    key_tiles()[(all * NT + t) * 32 + lane] = word;
+                for (int i = 0; i < 4; i++) {
+                    const int x = __float2int_rn(z[g * D + (c4[i] < D ? c4[i] : 0)] * s4[i] * f), hi = (x + 128) >> 8;
+                    word |= ((column % 2 == 0 ? hi : x - hi * 256) & 255) << (8 * i);
                 }
+                key_tiles()[(all * NT + t) * 32 + lane] = word;
             }
         }
     }
@@ -516,62 +514,62 @@ struct span_block {
                 fetch_round(0, &fetched, round + 1);
             await_round(until >= end);
             const uint8_t *code = stage(round++);
-        for (; g < until; g++) {
-            while (g >= sp->groups[0][l + 1])
-                l++;
-            const level_info info = levels(0)[l];
-            const uint32_t n0 = g + 1 < end ? entries[g * 16 + 16 + row] : 0, n1 = g + 1 < end ? entries[g * 16 + 24 + row] : 0; /* of the next group */
-            const uint32_t *tile = key_tiles() + info.first_tile * NT * 32 + lane;
-            int acc[NT][4] = {}, minus[NT][4] = {};
-            for (uint32_t i = 0; i < (info.counts & 255); i++, code += 128, tile += NT * 32) {
-                const uint32_t w = ((const uint32_t *)code)[lane], x = w ^ 0x88888888u;
-                const uint32_t a0 = prmt(s4a, s4b, w), a1 = prmt(s4a, s4b, w >> 16), m0 = prmt(s4a, s4b, x), m1 = prmt(s4a, s4b, x >> 16);
+            for (; g < until; g++) {
+                while (g >= sp->groups[0][l + 1])
+                    l++;
+                const level_info info = levels(0)[l];
+                const uint32_t n0 = g + 1 < end ? entries[g * 16 + 16 + row] : 0, n1 = g + 1 < end ? entries[g * 16 + 24 + row] : 0; /* of the next group */
+                const uint32_t *tile = key_tiles() + info.first_tile * NT * 32 + lane;
+                int acc[NT][4] = {}, minus[NT][4] = {};
+                for (uint32_t i = 0; i < (info.counts & 255); i++, code += 128, tile += NT * 32) {
+                    const uint32_t w = ((const uint32_t *)code)[lane], x = w ^ 0x88888888u;
+                    const uint32_t a0 = prmt(s4a, s4b, w), a1 = prmt(s4a, s4b, w >> 16), m0 = prmt(s4a, s4b, x), m1 = prmt(s4a, s4b, x >> 16);
+#pragma unroll
+                    for (int t = 0; t < NT; t++) {
+                        mma_i8(acc[t], a0, a1, tile[t * 32]);
+                        mma_i8(minus[t], m0, m1, tile[t * 32]);
+                    }
+                }
+                if (info.counts >> 8 & 255) {
+                    const uint32_t w = ((const uint16_t *)code)[lane];
+                    const uint32_t a = prmt(s4a, s4b, w), n = prmt(s4a, s4b, w ^ 0x8888u);
+#pragma unroll
+                    for (int t = 0; t < NT; t++) {
+                        mma_i8(acc[t], a, a >> 16, tile[t * 32]);
+                        mma_i8(minus[t], n, n >> 16, tile[t * 32]);
+                    }
+                    code += 64;
+                    tile += NT * 32;
+                }
+#pragma unroll 4
+                for (uint32_t i = 0; i < (info.counts >> 16 & 255); i++, code += 64, tile += NT * 32) {
+                    const uint32_t w = ((const uint16_t *)code)[lane];
+#pragma unroll
+                    for (int t = 0; t < NT; t++)
+                        mma_i8(acc[t], prmt(s2, 0, w & 0x3333u), prmt(s2, 0, w >> 2 & 0x3333u), tile[t * 32]);
+                }
+#pragma unroll 4
+                for (uint32_t i = 0; i < info.counts >> 24; i++, code += 32, tile += NT * 32) {
+                    const uint32_t w = code[lane], v = w | w << 7;
+#pragma unroll
+                    for (int t = 0; t < NT; t++)
+                        mma_i8(acc[t], prmt(s1, 0, v & 0x1111u), prmt(s1, 0, v >> 2 & 0x1111u), tile[t * 32]);
+                }
+                const float gain0 = gain_of(e0), gain1 = gain_of(e1);
 #pragma unroll
                 for (int t = 0; t < NT; t++) {
-                    mma_i8(acc[t], a0, a1, tile[t * 32]);
-                    mma_i8(minus[t], m0, m1, tile[t * 32]);
+                    const float scale = key_scales()[l * NR + 4 * t + col];
+                    float *out = logits() + (4 * t + col) * at.stride;
+                    const int x0 = (acc[t][0] - minus[t][0]) * 256 + acc[t][1] - minus[t][1];
+                    const int x1 = (acc[t][2] - minus[t][2]) * 256 + acc[t][3] - minus[t][3];
+                    if (e0 & 0x8000u)
+                        out[e0 & 2047u] = (float)x0 * scale * gain0;
+                    if (e1 & 0x8000u)
+                        out[e1 & 2047u] = (float)x1 * scale * gain1;
                 }
+                e0 = n0;
+                e1 = n1;
             }
-            if (info.counts >> 8 & 255) {
-                const uint32_t w = ((const uint16_t *)code)[lane];
-                const uint32_t a = prmt(s4a, s4b, w), n = prmt(s4a, s4b, w ^ 0x8888u);
-#pragma unroll
-                for (int t = 0; t < NT; t++) {
-                    mma_i8(acc[t], a, a >> 16, tile[t * 32]);
-                    mma_i8(minus[t], n, n >> 16, tile[t * 32]);
-                }
-                code += 64;
-                tile += NT * 32;
-            }
-#pragma unroll 4
-            for (uint32_t i = 0; i < (info.counts >> 16 & 255); i++, code += 64, tile += NT * 32) {
-                const uint32_t w = ((const uint16_t *)code)[lane];
-#pragma unroll
-                for (int t = 0; t < NT; t++)
-                    mma_i8(acc[t], prmt(s2, 0, w & 0x3333u), prmt(s2, 0, w >> 2 & 0x3333u), tile[t * 32]);
-            }
-#pragma unroll 4
-            for (uint32_t i = 0; i < info.counts >> 24; i++, code += 32, tile += NT * 32) {
-                const uint32_t w = code[lane], v = w | w << 7;
-#pragma unroll
-                for (int t = 0; t < NT; t++)
-                    mma_i8(acc[t], prmt(s1, 0, v & 0x1111u), prmt(s1, 0, v >> 2 & 0x1111u), tile[t * 32]);
-            }
-            const float gain0 = gain_of(e0), gain1 = gain_of(e1);
-#pragma unroll
-            for (int t = 0; t < NT; t++) {
-                const float scale = key_scales()[l * NR + 4 * t + col];
-                float *out = logits() + (4 * t + col) * at.stride;
-                const int x0 = (acc[t][0] - minus[t][0]) * 256 + acc[t][1] - minus[t][1];
-                const int x1 = (acc[t][2] - minus[t][2]) * 256 + acc[t][3] - minus[t][3];
-                if (e0 & 0x8000u)
-                    out[e0 & 2047u] = (float)x0 * scale * gain0;
-                if (e1 & 0x8000u)
-                    out[e1 & 2047u] = (float)x1 * scale * gain1;
-            }
-            e0 = n0;
-            e1 = n1;
-        }
         }
     }
 
@@ -867,72 +865,72 @@ struct span_block {
                 fetch_round(1, &fetched, round + 1);
             await_round(until >= end);
             const uint8_t *code = stage(round++);
-        for (; g < until; g++) {
-            if (g >= sp->groups[1][l + 1]) {
-                if (tiles > 0)
-                    flush(l, tiles, acc);
-                while (g >= sp->groups[1][l + 1])
-                    l++;
-            }
-            const level_info info = levels(1)[l];
-            const uint32_t four = info.counts & 255, half = four + (info.counts >> 8 & 255), two = half + (info.counts >> 16 & 255);
-            tiles = two + (info.counts >> 24);
-            uint32_t b0 = 0, b1 = 0;
-            if (has_row) {
-                b0 = pack_halves(weight_of(ea & 0xffffu, row), weight_of(ea >> 16, row));
-                b1 = pack_halves(weight_of(eb & 0xffffu, row), weight_of(eb >> 16, row));
-                ea = g + 1 < end ? pairs[g * 8 + 8] : 0; /* of the next group */
-                eb = g + 1 < end ? pairs[g * 8 + 12] : 0;
-            }
-#pragma unroll
-            for (int i = 0; i < MOST; i++) {
-                if (i >= (int)tiles)
-                    break;
-                uint32_t a0, a1, a2, a3;
-                if (i >= (int)half) { /* 1 and 2 bits: upper bytes of fp16 */
-                    uint32_t q0, q1;
-                    if (i < (int)two) {
-                        const uint32_t w = ((const uint16_t *)code)[lane];
-                        code += 64;
-                        q0 = prmt(h2, 0, w & 0x3333u);
-                        q1 = prmt(h2, 0, w >> 2 & 0x3333u);
-                    } else {
-                        const uint32_t w = code[lane], v = w | w << 7;
-                        code += 32;
-                        q0 = prmt(h1, 0, v & 0x1111u);
-                        q1 = prmt(h1, 0, v >> 2 & 0x1111u);
-                    }
-                    a0 = prmt(q0, 0, 0x1404u);
-                    a1 = prmt(q0, 0, 0x3424u);
-                    a2 = prmt(q1, 0, 0x1404u);
-                    a3 = prmt(q1, 0, 0x3424u);
-                } else { /* 4 bits: magnitudes of the positive ones less those of the negative ones */
-                    uint32_t w;
-                    if (i < (int)four) {
-                        w = ((const uint32_t *)code)[lane];
-                        code += 128;
-                    } else {
-                        w = ((const uint16_t *)code)[lane];
-                        code += 64;
-                    }
-                    const uint32_t x = w ^ 0x88888888u, p0 = prmt(s4a, s4b, w), n0 = prmt(s4a, s4b, x);
-                    const uint32_t lo = as_u32(__hsub2(as_half2(prmt(p0, 0x64646464u, 0x4140u)), as_half2(prmt(n0, 0x64646464u, 0x4140u))));
-                    const uint32_t hi = as_u32(__hsub2(as_half2(prmt(p0, 0x64646464u, 0x4342u)), as_half2(prmt(n0, 0x64646464u, 0x4342u))));
-                    if (i < (int)four) {
-                        const uint32_t p1 = prmt(s4a, s4b, w >> 16), n1 = prmt(s4a, s4b, x >> 16);
-                        a0 = lo;
-                        a1 = hi;
-                        a2 = as_u32(__hsub2(as_half2(prmt(p1, 0x64646464u, 0x4140u)), as_half2(prmt(n1, 0x64646464u, 0x4140u))));
-                        a3 = as_u32(__hsub2(as_half2(prmt(p1, 0x64646464u, 0x4342u)), as_half2(prmt(n1, 0x64646464u, 0x4342u))));
-                    } else {
-                        a0 = lo;
-                        a2 = hi;
-                        a1 = a3 = 0;
-                    }
+            for (; g < until; g++) {
+                if (g >= sp->groups[1][l + 1]) {
+                    if (tiles > 0)
+                        flush(l, tiles, acc);
+                    while (g >= sp->groups[1][l + 1])
+                        l++;
                 }
-                mma_f16(acc[i], a0, a1, a2, a3, b0, b1);
+                const level_info info = levels(1)[l];
+                const uint32_t four = info.counts & 255, half = four + (info.counts >> 8 & 255), two = half + (info.counts >> 16 & 255);
+                tiles = two + (info.counts >> 24);
+                uint32_t b0 = 0, b1 = 0;
+                if (has_row) {
+                    b0 = pack_halves(weight_of(ea & 0xffffu, row), weight_of(ea >> 16, row));
+                    b1 = pack_halves(weight_of(eb & 0xffffu, row), weight_of(eb >> 16, row));
+                    ea = g + 1 < end ? pairs[g * 8 + 8] : 0; /* of the next group */
+                    eb = g + 1 < end ? pairs[g * 8 + 12] : 0;
+                }
+#pragma unroll
+                for (int i = 0; i < MOST; i++) {
+                    if (i >= (int)tiles)
+                        break;
+                    uint32_t a0, a1, a2, a3;
+                    if (i >= (int)half) { /* 1 and 2 bits: upper bytes of fp16 */
+                        uint32_t q0, q1;
+                        if (i < (int)two) {
+                            const uint32_t w = ((const uint16_t *)code)[lane];
+                            code += 64;
+                            q0 = prmt(h2, 0, w & 0x3333u);
+                            q1 = prmt(h2, 0, w >> 2 & 0x3333u);
+                        } else {
+                            const uint32_t w = code[lane], v = w | w << 7;
+                            code += 32;
+                            q0 = prmt(h1, 0, v & 0x1111u);
+                            q1 = prmt(h1, 0, v >> 2 & 0x1111u);
+                        }
+                        a0 = prmt(q0, 0, 0x1404u);
+                        a1 = prmt(q0, 0, 0x3424u);
+                        a2 = prmt(q1, 0, 0x1404u);
+                        a3 = prmt(q1, 0, 0x3424u);
+                    } else { /* 4 bits: magnitudes of the positive ones less those of the negative ones */
+                        uint32_t w;
+                        if (i < (int)four) {
+                            w = ((const uint32_t *)code)[lane];
+                            code += 128;
+                        } else {
+                            w = ((const uint16_t *)code)[lane];
+                            code += 64;
+                        }
+                        const uint32_t x = w ^ 0x88888888u, p0 = prmt(s4a, s4b, w), n0 = prmt(s4a, s4b, x);
+                        const uint32_t lo = as_u32(__hsub2(as_half2(prmt(p0, 0x64646464u, 0x4140u)), as_half2(prmt(n0, 0x64646464u, 0x4140u))));
+                        const uint32_t hi = as_u32(__hsub2(as_half2(prmt(p0, 0x64646464u, 0x4342u)), as_half2(prmt(n0, 0x64646464u, 0x4342u))));
+                        if (i < (int)four) {
+                            const uint32_t p1 = prmt(s4a, s4b, w >> 16), n1 = prmt(s4a, s4b, x >> 16);
+                            a0 = lo;
+                            a1 = hi;
+                            a2 = as_u32(__hsub2(as_half2(prmt(p1, 0x64646464u, 0x4140u)), as_half2(prmt(n1, 0x64646464u, 0x4140u))));
+                            a3 = as_u32(__hsub2(as_half2(prmt(p1, 0x64646464u, 0x4342u)), as_half2(prmt(n1, 0x64646464u, 0x4342u))));
+                        } else {
+                            a0 = lo;
+                            a2 = hi;
+                            a1 = a3 = 0;
+                        }
+                    }
+                    mma_f16(acc[i], a0, a1, a2, a3, b0, b1);
+                }
             }
-        }
         }
         if (tiles > 0)
             flush(l, tiles, acc);
