@@ -9,6 +9,6 @@ cc=${1:-cc}
 out=$(mktemp)
 trap 'rm -f "$out"' EXIT
 # shellcheck disable=SC2046  # a list of files
-"$cc" -std=c11 -O1 -Wall -Wextra -Werror -Iinclude -Isrc $(find src -name '*.c' -not -path 'src/ref/*' | sort) \
+"$cc" -std=c11 -O1 -Wall -Wextra -Werror -Iinclude -Isrc $(find src -name '*.c' -not -path 'src/ref/*' -not -path 'src/cuda/*' | sort) \
     examples/minimal.c -lm -lpthread -o "$out"
 "$out"

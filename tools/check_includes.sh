@@ -22,7 +22,7 @@ rule() {
             echo "$file:$line: must not include \"$name\"; $folder may include: $pattern" >&2
             bad=1
         fi
-    done < <(grep -rnE --include='*.[ch]' --include='*.cpp' --include='*.def' '^[[:space:]]*#[[:space:]]*include[[:space:]]*"' "$folder" || true)
+    done < <(grep -rnE --include='*.[ch]' --include='*.cpp' --include='*.def' --include='*.cu' --include='*.cuh' '^[[:space:]]*#[[:space:]]*include[[:space:]]*"' "$folder" || true)
 }
 
 public='anchorkv/[a-z_]+\.h'
@@ -33,6 +33,7 @@ rule src/format "$public|core/.*|format/.*"
 rule src/codec "$public|core/.*|kernels/.*|codec/.*"
 rule src/attn "$public|core/.*|kernels/.*|attn/.*"
 rule src/threads "$public|core/.*|threads/.*"
+rule src/cuda "$public|core/.*|cuda/.*|span_instances\.h"
 rule hosts/llama_cpp "$public|akv_llama\.h|(llama|ggml|ggml-backend|gguf)\.h"
 rule cli "$public|akv_llama\.h|cli/.*|cjson/cJSON\.h"
 rule bench "$public|akv_llama\.h|(llama|ggml|ggml-cpu|ggml-backend)\.h"

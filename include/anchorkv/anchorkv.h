@@ -61,7 +61,8 @@ typedef enum akv_status {
     AKV_E_CHECKSUM = -32,        /* bytes that changed after they were written */
     AKV_E_MISMATCH = -33,        /* well-formed, but made for another model or shape */
     AKV_E_IO = -50,              /* the operating system refused; used by programs and hosts, never by the core */
-    AKV_E_CANCELLED = -51        /* the caller's own callback asked to stop; used by hosts */
+    AKV_E_CANCELLED = -51,       /* the caller's own callback asked to stop; used by hosts */
+    AKV_E_DEVICE = -60           /* the GPU or its driver reported an error; used by libanchorkv_cuda */
 } akv_status;
 
 /* Static English text for a status, never NULL. */

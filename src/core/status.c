@@ -31,6 +31,7 @@ const char *akv_status_str(akv_status status)
     case AKV_E_MISMATCH: return "made for another model or shape";
     case AKV_E_IO: return "input/output error";
     case AKV_E_CANCELLED: return "cancelled";
+    case AKV_E_DEVICE: return "device error";
     }
     return "unknown status";
 }

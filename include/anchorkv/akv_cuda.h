@@ -1,0 +1,146 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * akv_cuda.h - decode attention on compressed segments on an NVIDIA GPU. Library libanchorkv_cuda.
+ *
+ *   akv_cuda_upload_bytes(segment, &bytes, &diag);                       // once per segment
+ *   akv_cuda_upload(segment, device_memory, bytes, stream, &on_device, &diag);
+ *   akv_cuda_workspace_bytes(&batch, &ws_bytes, &diag);                  // once per set of segments
+ *   akv_cuda_plan_create(&batch, workspace, ws_bytes, stream, &plan, &diag);
+ *   akv_cuda_attend(plan, &step, stream, &diag);                         // every decode step: launches kernels, nothing else
+ *
+ * Rules besides those of anchorkv.h:
+ *   - Device memory belongs to the caller: this library never allocates or frees any.
+ *   - akv_cuda_attend neither allocates nor synchronises, and can be captured into a CUDA graph. What changes from step to
+ *     step under a graph is read from device memory: queries, tails, and tail lengths through `tail_lengths`.
+ *   - Whatever is not covered is refused with a status and a sentence. Nothing ever runs on the CPU instead.
+ *   - A CUDA error (launch failure, sticky error of earlier work, out of memory) gives AKV_E_DEVICE and CUDA's own words.
+ *     Errors of kernels that run later surface at the caller's synchronisation, as everywhere in CUDA.
+ *   - A plan or segment handle is read-only after creation; concurrent steps of one plan on several streams would share its
+ *     workspace and are the caller's fault.
+ */
+#ifndef AKV_CUDA_H
+#define AKV_CUDA_H
+
+#include "anchorkv.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The CUDA stream handle, as in cuda_runtime_api.h, without needing that header here. */
+typedef struct CUstream_st *akv_cuda_stream;
+
+#define AKV_CUDA_MAX_HEAD_DIM 256u
+#define AKV_CUDA_MAX_GROUP 16u
+#define AKV_CUDA_ALIGN 256u /* of every device buffer given to this library */
+
+/* A segment on the device: a small host object that knows where its bytes are. */
+typedef struct akv_cuda_segment akv_cuda_segment;
+
+/*
+ * akv_cuda_upload_bytes() - device bytes that akv_cuda_upload needs for this segment.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED (head_dim above 256, group above 16), AKV_E_NO_MEMORY.
+ */
+AKV_API akv_status akv_cuda_upload_bytes(const akv_segment *segment, size_t *bytes, akv_diag *diag);
+
+/*
+ * akv_cuda_upload() - put a segment on the current device.
+ *
+ *   device, bytes  in   caller's device memory, AKV_CUDA_ALIGN aligned, >= akv_cuda_upload_bytes
+ *   stream         in   the copy is enqueued here; it has read all of its host memory when the call returns
+ *   out            out  handle; release with akv_cuda_segment_release, then free the device memory
+ *
+ * Segments of profile default with consecutive positions are laid out anew for the tensor cores (a private form, never
+ * written to disk); all others are copied as they are. The host segment is not needed afterwards.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED, AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.
+ */
+AKV_API akv_status akv_cuda_upload(const akv_segment *segment, void *device, size_t bytes, akv_cuda_stream stream,
+                                   akv_cuda_segment **out, akv_diag *diag);
+AKV_API void akv_cuda_segment_release(akv_cuda_segment *segment); /* frees the host handle; NULL is fine */
+
+/* One sequence of a batch: segments whose tokens all precede every query, then a dense tail. */
+typedef struct akv_cuda_sequence {
+    const akv_cuda_segment *const *segments; /* host array */
+    uint32_t num_segments;                   /* 0 is fine */
+    uint64_t tail_tokens;                    /* n, or the most that tail_lengths will say */
+    const void *tail_keys;                   /* device, [H, n, d_k] post-RoPE, inner dim contiguous */
+    const void *tail_values;                 /* device, [H, n, d_v] */
+    int64_t tail_stride_head[2];             /* elements; keys, values */
+    int64_t tail_stride_token[2];
+    const float *tail_mask;                  /* device, [T, n] added to the logits, or NULL: causal, query t sees tail tokens
+                                                j <= n - T + t */
+    int64_t tail_mask_stride;                /* elements between two queries */
+} akv_cuda_sequence;
+
+/* What a plan is made for: shapes, segments and tails of one layer of every sequence. */
+typedef struct akv_cuda_batch {
+    size_t struct_size;
+    uint32_t num_kv_heads;
+    uint32_t gqa_group;   /* 1..16 */
+    uint32_t head_dim_k;  /* even, <= 256 */
+    uint32_t head_dim_v;
+    uint32_t num_queries; /* T >= 1, the same for all sequences */
+    uint32_t num_sequences;
+    const akv_cuda_sequence *sequences; /* host array, read during akv_cuda_plan_create only */
+    const int32_t *tail_lengths;        /* device, [num_sequences], read by every step; NULL: tail_tokens */
+    akv_dtype tail_dtype;
+    akv_dtype query_dtype;
+    akv_dtype out_dtype;
+    double sm_scale;
+    double logit_softcap;               /* 0 = none */
+} akv_cuda_batch;
+
+AKV_API void akv_cuda_batch_init(akv_cuda_batch *batch); /* bf16 everywhere, one query, one query head per KV head */
+
+/* One step. All pointers are device memory; inner dims are contiguous, strides in elements. */
+typedef struct akv_cuda_step {
+    size_t struct_size;
+    const void *queries; /* [B, H*G, T, d_k] post-RoPE */
+    int64_t query_stride_sequence;
+    int64_t query_stride_head;
+    int64_t query_stride_token;
+    const float *sinks;  /* [H*G] or NULL: adds exp(sink) to the softmax's denominator */
+    void *out;           /* [B, H*G, T, d_v] */
+    int64_t out_stride_sequence;
+    int64_t out_stride_head;
+    int64_t out_stride_token;
+    float *state_max;    /* [B, H*G, T] contiguous, or NULL: as akv_attend_params.state_max */
+    float *state_sum;
+} akv_cuda_step;
+
+AKV_API void akv_cuda_step_init(akv_cuda_step *step);
+
+typedef struct akv_cuda_plan akv_cuda_plan;
+
+/* Device bytes of the workspace for this batch. Errors as akv_cuda_plan_create. */
+AKV_API akv_status akv_cuda_workspace_bytes(const akv_cuda_batch *batch, size_t *bytes, akv_diag *diag);
+
+/*
+ * akv_cuda_plan_create() - check everything, cut the work into items, put their list into the workspace.
+ *
+ *   workspace  in   device memory, AKV_CUDA_ALIGN aligned, the plan's until it is destroyed
+ *   stream     in   copies are enqueued here
+ *
+ * Segments must outlive the plan. Items depend on shapes only, so results do not depend on the device's load.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED (shape, or a device older than sm_80 or with too little shared
+ * memory), AKV_E_MISMATCH (a segment of another shape), AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.
+ */
+AKV_API akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, size_t workspace_bytes,
+                                        akv_cuda_stream stream, akv_cuda_plan **out, akv_diag *diag);
+AKV_API void akv_cuda_plan_destroy(akv_cuda_plan *plan); /* NULL is fine */
+
+/*
+ * akv_cuda_attend() - one decode step of one layer for the whole batch; the formula of akv_attend.
+ *
+ * Enqueues kernels on `stream` and returns. Outputs are written for every row; a row that sees nothing gives zeros.
+ * Arithmetic: fp32 sums; segments in the private form multiply in fp16 and int8 on the tensor cores (docs/numerics.md).
+ * Deterministic: same plan and inputs, same bits.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_DEVICE.   Method: docs/method.md "attention from the compressed form".
+ */
+AKV_API akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step, akv_cuda_stream stream,
+                                   akv_diag *diag);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

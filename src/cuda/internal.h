@@ -1,0 +1,128 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* internal.h - what the host files (C) and the kernels (CUDA) of the GPU back end share. Everything here is plain data. */
+#ifndef AKV_CUDA_INTERNAL_H
+#define AKV_CUDA_INTERNAL_H
+
+#if defined(__cplusplus) && !defined(_Static_assert)
+#  define _Static_assert static_assert
+#endif
+
+#include "anchorkv/akv_cuda.h"
+#include "core/layout.h"
+
+#include <cuda_runtime_api.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Tokens of one item of the plain path: canonical blocks, dense segments, tails. */
+#define AKV_CUDA_PART_TOKENS AKV_BLOCK_TOKENS
+#define AKV_CUDA_PART_ROWS 8u   /* query rows (head of the group x query token) handled together there */
+#define AKV_CUDA_POOL_CHUNKS 16u /* the most that one segment's anchors are cut into when pooled */
+
+/* Values of code numbers and gains, filled from core/ladder.h on the host: one source for CPU and GPU. */
+typedef struct akv_code_values {
+    float level1[2];
+    float level2[4];
+    float level4[16];
+    float plain[4];
+    float uniform[4];
+    float gain[16];
+    float coeff_step;
+    int coeff_self;
+} akv_code_values;
+
+enum akv_item_kind { AKV_ITEM_TAIL = 0, AKV_ITEM_DENSE = 1, AKV_ITEM_PLAIN = 2, AKV_ITEM_LADDER = 3 };
+
+/* One piece of work for every KV head: a range of tokens of one source. */
+typedef struct akv_item {
+    const uint8_t *data; /* device: canonical bytes, or a packed segment; NULL for a tail */
+    uint64_t begin;
+    uint32_t count;
+    uint32_t kind;       /* akv_item_kind */
+    uint32_t sequence;
+    uint32_t part;       /* its slot among the partial states */
+} akv_item;
+
+/* A run of spans of one packed segment: one thread block's work for one KV head and one chunk of query rows. */
+typedef struct akv_span_item {
+    const uint8_t *packed;
+    uint32_t first_span, num_spans;
+    uint32_t sequence;
+    uint32_t part; /* its slot among the span states */
+} akv_span_item;
+
+/* All items of one packed segment: their states are pooled into partial states, one a chunk of anchors and one for residuals. */
+typedef struct akv_pool {
+    const uint8_t *packed;
+    uint32_t first_part, num_parts;
+    uint32_t first_slot;
+    uint32_t unused;
+} akv_pool;
+
+/* States that span items leave: values are still in anchors and coordinates. */
+typedef struct akv_span_states {
+    float *max;  /* [parts, H, rows] */
+    float *sum;
+    float *sums; /* [parts, H, rows, dim]: residuals in the transform's coordinates */
+    float *hist; /* [parts, H, rows, most anchors]: weight x coefficient of each anchor */
+} akv_span_states;
+
+/* A tail as kernels see it. */
+typedef struct akv_tail {
+    const void *keys, *values;
+    int64_t stride_head[2], stride_token[2];
+    const float *mask;
+    int64_t mask_stride;
+    uint64_t tokens;
+} akv_tail;
+
+/* Partial states of sequence b: slots [first[b], first[b + 1]). */
+typedef struct akv_partials {
+    float *max; /* [slots, H, rows] */
+    float *sum;
+    float *acc; /* [slots, H, rows, d_v], weights relative to max */
+} akv_partials;
+
+/* Kernel argument: the call as the device sees it. rows = G * T; row r is query head r / T of the group, query r % T. */
+typedef struct akv_cuda_call {
+    uint32_t H, G, T, rows, dim_k, dim_v, num_sequences, num_items;
+    int query_dtype, out_dtype, tail_dtype;
+    float sm_scale, softcap;
+    const akv_item *items;
+    const akv_tail *tails;
+    const uint32_t *first_slot; /* [num_sequences + 1] */
+    const int32_t *tail_lengths;
+    akv_partials partials;
+    uint32_t num_span_items, num_pools, most_anchors, most_parts, pool_chunks;
+    uint32_t row_chunk;  /* query rows of a span item: 4 or 8 */
+    uint32_t fast_steps; /* of all packed segments of the batch */
+    uint32_t span_shared_bytes;
+    uint32_t early_launch; /* the device knows programmatic dependent launch */
+    const akv_span_item *span_items;
+    const akv_pool *pools;
+    akv_span_states states;
+    akv_code_values values;
+    akv_cuda_step step;
+} akv_cuda_call;
+
+/* Launchers; defined beside their kernels. Each returns CUDA's error of the launch. */
+cudaError_t akv_cuda_prepare_parts(void);
+/* Span items: kernels exist for some (head_dim, row chunk, fast steps) only; prepare gives the shared memory a block takes. */
+typedef struct akv_span_shape {
+    uint32_t dim, row_chunk, fast_steps, num_anchors, span_tokens, most_tiles, num_levels;
+} akv_span_shape;
+int akv_cuda_span_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
+size_t akv_cuda_span_shared(const akv_span_shape *shape);
+cudaError_t akv_cuda_prepare_spans(const akv_span_shape *shape, size_t shared_bytes);
+cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
+cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows);
+cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);
+cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream);
+cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

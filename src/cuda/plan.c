@@ -1,0 +1,439 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* plan.c - a batch checked and cut into items on the host; a step is then only launches. */
+#include "cuda/host.h"
+#include "core/ladder.h"
+#include "core/sizes.h"
+
+#include <stdlib.h>
+
+struct akv_cuda_plan {
+    akv_cuda_call call;
+    int ordinal;
+};
+
+/* Where things lie in the workspace. */
+typedef struct places {
+    size_t items, span_items, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, total;
+    uint64_t num_items, num_slots, num_span_items, num_pools;
+    uint32_t most_anchors, most_parts, pool_chunks, row_chunk, fast_steps;
+    size_t span_shared;
+} places;
+
+/* Blocks that fill a GPU: two on each of an H200's 132 processors. Fixed, so that items depend on shapes only. */
+#define TARGET_BLOCKS 264u
+#define MOST_PARTS 1024u /* of one segment */
+
+static bool is_packed(const akv_cuda_segment *segment)
+{
+    return segment != NULL && segment->packed.total_bytes > 0;
+}
+
+void akv_cuda_batch_init(akv_cuda_batch *batch)
+{
+    memset(batch, 0, sizeof *batch);
+    batch->struct_size = sizeof *batch;
+    batch->gqa_group = 1;
+    batch->num_queries = 1;
+    batch->tail_dtype = batch->query_dtype = batch->out_dtype = AKV_BF16;
+}
+
+void akv_cuda_step_init(akv_cuda_step *step)
+{
+    memset(step, 0, sizeof *step);
+    step->struct_size = sizeof *step;
+}
+
+static akv_status check_segment(const akv_cuda_batch *b, uint32_t index, const akv_cuda_segment *s, akv_diag *diag)
+{
+    if (s == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "a segment of sequence %u is NULL", index);
+    const akv_header *h = &s->header;
+    if (h->num_kv_heads != b->num_kv_heads || h->gqa_group != b->gqa_group || h->head_dim[0] != b->head_dim_k ||
+        h->head_dim[1] != b->head_dim_v)
+        return akv_fail(diag, AKV_E_MISMATCH,
+                        "a segment of sequence %u holds %u KV heads x group %u, head_dim %u/%u; the batch has %u x %u, %u/%u", index,
+                        h->num_kv_heads, h->gqa_group, h->head_dim[0], h->head_dim[1], b->num_kv_heads, b->gqa_group,
+                        b->head_dim_k, b->head_dim_v);
+    return AKV_OK;
+}
+
+static akv_status check_batch(const akv_cuda_batch *b, akv_diag *diag)
+{
+    if (b == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "batch must not be NULL");
+    if (b->struct_size < sizeof *b)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_cuda_batch has struct_size %zu; call akv_cuda_batch_init first", b->struct_size);
+    akv_shape shape;
+    akv_shape_init(&shape);
+    shape.num_tokens = 1;
+    shape.num_kv_heads = b->num_kv_heads;
+    shape.gqa_group = b->gqa_group;
+    shape.head_dim_k = b->head_dim_k;
+    shape.head_dim_v = b->head_dim_v;
+    AKV_TRY(akv_check_shape(&shape, diag));
+    if (b->head_dim_k > AKV_CUDA_MAX_HEAD_DIM || b->head_dim_v > AKV_CUDA_MAX_HEAD_DIM)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "head_dim is %u/%u; the GPU kernels cover at most %u", b->head_dim_k, b->head_dim_v,
+                        AKV_CUDA_MAX_HEAD_DIM);
+    if (b->gqa_group > AKV_CUDA_MAX_GROUP)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "gqa_group is %u; the GPU kernels cover at most %u", b->gqa_group, AKV_CUDA_MAX_GROUP);
+    if (b->num_kv_heads > 65535)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "num_kv_heads is %u; the GPU kernels cover at most 65535", b->num_kv_heads);
+    if (b->num_queries == 0 || b->num_queries > 4096)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_queries is %u; it must be 1..4096", b->num_queries);
+    if (b->num_sequences == 0 || b->num_sequences > 65535)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_sequences is %u; it must be 1..65535", b->num_sequences);
+    if (b->sequences == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sequences must not be NULL");
+    if ((unsigned)b->tail_dtype > AKV_BF16 || (unsigned)b->query_dtype > AKV_BF16 || (unsigned)b->out_dtype > AKV_BF16)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "dtypes are %d, %d, %d; they must be AKV_F32, AKV_F16 or AKV_BF16",
+                        (int)b->tail_dtype, (int)b->query_dtype, (int)b->out_dtype);
+    if (!isfinite(b->sm_scale) || !(b->logit_softcap >= 0) || !isfinite(b->logit_softcap))
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sm_scale is %g and logit_softcap %g; both must be finite, the cap >= 0",
+                        b->sm_scale, b->logit_softcap);
+    for (uint32_t i = 0; i < b->num_sequences; i++) {
+        const akv_cuda_sequence *q = &b->sequences[i];
+        if (q->num_segments > 0 && q->segments == NULL)
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sequence %u has %u segments and no list of them", i, q->num_segments);
+        for (uint32_t s = 0; s < q->num_segments; s++)
+            AKV_TRY(check_segment(b, i, q->segments[s], diag));
+        if (q->tail_tokens > (1u << 30))
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sequence %u has a tail of %llu tokens; at most 2^30 are possible", i,
+                            (unsigned long long)q->tail_tokens);
+        if (q->tail_tokens > 0 && (q->tail_keys == NULL || q->tail_values == NULL))
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sequence %u has a tail of %llu tokens without keys or values", i,
+                            (unsigned long long)q->tail_tokens);
+    }
+    return AKV_OK;
+}
+
+/* Spans that one item takes, so that all items together are about TARGET_BLOCKS blocks. */
+static uint32_t spans_per_item(const akv_cuda_batch *b, uint32_t row_chunk)
+{
+    uint64_t spans = 0;
+    uint32_t most = 0;
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
+            if (is_packed(b->sequences[q].segments[s])) {
+                const uint32_t n = b->sequences[q].segments[s]->packed.num_spans;
+                spans += n;
+                most = n > most ? n : most;
+            }
+    const uint64_t blocks = spans * b->num_kv_heads * akv_div_up((uint64_t)b->gqa_group * b->num_queries, row_chunk);
+    const uint64_t n = akv_div_up(blocks, TARGET_BLOCKS), least = akv_div_up(most, MOST_PARTS);
+    return (uint32_t)(n < 1 ? 1 : n > least ? n : least);
+}
+
+/* The lists of a batch in order; where a pointer is NULL they are only counted. */
+typedef struct lists {
+    akv_item *items;
+    akv_span_item *span_items;
+    akv_pool *pools;
+    uint32_t *first_slot;
+} lists;
+
+static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t spans, const lists *l, uint64_t slots, places *at)
+{
+    const akv_packed *p = &segment->packed;
+    const uint32_t parts = (p->num_spans + spans - 1) / spans;
+    if (l->pools != NULL) {
+        const akv_pool pool = {segment->device, (uint32_t)at->num_span_items, parts, (uint32_t)slots, 0};
+        l->pools[at->num_pools] = pool;
+    }
+    for (uint32_t i = 0; i < parts; i++, at->num_span_items++)
+        if (l->span_items != NULL) {
+            const uint32_t rest = p->num_spans - i * spans;
+            const akv_span_item item = {segment->device, i * spans, rest < spans ? rest : spans, sequence, (uint32_t)at->num_span_items};
+            l->span_items[at->num_span_items] = item;
+        }
+    at->num_pools++;
+    at->most_parts = parts > at->most_parts ? parts : at->most_parts;
+}
+
+static void cut(const akv_cuda_batch *b, const lists *l, places *at)
+{
+    const uint32_t spans = at->row_chunk > 0 ? spans_per_item(b, at->row_chunk) : 1;
+    uint64_t n = 0, slots = 0, pools = 0;
+    at->num_span_items = at->num_pools = 0;
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
+            pools += is_packed(b->sequences[q].segments[s]);
+    /* few pools: cut finely, to fill the GPU; many: coarsely, since every block pays the same latency */
+    const uint64_t chunks = pools == 0 ? 1 : TARGET_BLOCKS / (pools * b->num_kv_heads), least = akv_div_up(at->most_anchors, 1024);
+    at->pool_chunks = chunks > AKV_CUDA_POOL_CHUNKS ? AKV_CUDA_POOL_CHUNKS : chunks > least ? (uint32_t)chunks : least > 1 ? (uint32_t)least : 1;
+    for (uint32_t q = 0; q < b->num_sequences; q++) {
+        const akv_cuda_sequence *seq = &b->sequences[q];
+        if (l->first_slot != NULL)
+            l->first_slot[q] = (uint32_t)slots;
+        for (uint32_t s = 0; s <= seq->num_segments; s++) {
+            const akv_cuda_segment *segment = s < seq->num_segments ? seq->segments[s] : NULL;
+            if (is_packed(segment)) {
+                cut_spans(segment, q, spans, l, slots, at);
+                slots += at->pool_chunks;
+                continue;
+            }
+            const uint64_t tokens = segment != NULL ? segment->header.num_tokens : seq->tail_tokens;
+            for (uint64_t t = 0; t < tokens; t += AKV_CUDA_PART_TOKENS, n++, slots++)
+                if (l->items != NULL) {
+                    const akv_item item = {segment != NULL ? segment->device : NULL, t,
+                                           (uint32_t)(tokens - t < AKV_CUDA_PART_TOKENS ? tokens - t : AKV_CUDA_PART_TOKENS),
+                                           segment != NULL ? segment->kind : AKV_ITEM_TAIL, q, (uint32_t)slots};
+                    l->items[n] = item;
+                }
+        }
+    }
+    if (l->first_slot != NULL)
+        l->first_slot[b->num_sequences] = (uint32_t)slots;
+    at->num_items = n;
+    at->num_slots = slots;
+}
+
+/* Row chunk and shared memory of the span kernel for this batch; refused when nothing fits. */
+static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *diag)
+{
+    akv_span_shape shape = {b->head_dim_k, 0, 0, 0, 0, 0, 0};
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++) {
+            const akv_cuda_segment *segment = b->sequences[q].segments[s];
+            if (!is_packed(segment))
+                continue;
+            const akv_packed *p = &segment->packed;
+            if (shape.fast_steps != 0 && shape.fast_steps != p->fast_steps)
+                return akv_fail(diag, AKV_E_UNSUPPORTED, "segments of one batch with rotary embeddings of very different speeds are not covered");
+            shape.fast_steps = p->fast_steps;
+            shape.num_anchors = p->num_anchors > shape.num_anchors ? p->num_anchors : shape.num_anchors;
+            shape.span_tokens = p->span_tokens > shape.span_tokens ? p->span_tokens : shape.span_tokens;
+            shape.most_tiles = p->most_tiles > shape.most_tiles ? p->most_tiles : shape.most_tiles;
+            shape.num_levels = p->num_levels > shape.num_levels ? p->num_levels : shape.num_levels;
+        }
+    at->fast_steps = shape.fast_steps;
+    at->most_anchors = shape.num_anchors;
+    if (shape.fast_steps == 0)
+        return AKV_OK;
+    int ordinal = 0, most = 0;
+    AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
+    AKV_CUDA_TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "asking for the device's shared memory");
+    const uint32_t first = b->gqa_group * b->num_queries <= 4 ? 4 : 8; /* the other one where the build lacks it or it does not fit */
+    for (uint32_t turn = 0; turn < 2; turn++) {
+        shape.row_chunk = turn == 0 ? first : 12 - first;
+        if (!akv_cuda_span_covers(shape.dim, shape.row_chunk, shape.fast_steps))
+            continue;
+        at->row_chunk = shape.row_chunk;
+        at->span_shared = akv_cuda_span_shared(&shape);
+        if (at->span_shared <= (size_t)most)
+            return AKV_OK;
+    }
+    return akv_fail(diag, AKV_E_UNSUPPORTED, "%u anchors a head of %u take %zu bytes of shared memory; a block of device %d has %d",
+                    shape.num_anchors, shape.dim, at->span_shared, ordinal, most);
+}
+
+static size_t take(size_t *used, uint64_t count, size_t size)
+{
+    size_t at = *used;
+    *used += (size_t)akv_round_up(count * size, AKV_CUDA_ALIGN);
+    return at;
+}
+
+static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
+{
+    const lists none = {NULL, NULL, NULL, NULL};
+    memset(at, 0, sizeof *at);
+    AKV_TRY(choose_kernel(b, at, diag));
+    cut(b, &none, at);
+    const uint64_t each = (uint64_t)b->num_kv_heads * b->gqa_group * b->num_queries;
+    const uint64_t states = at->num_slots * each, span_states = at->num_span_items * each;
+    if (at->num_items > INT32_MAX || at->num_span_items > INT32_MAX || at->num_pools > 65535 || states > (UINT64_C(1) << 40))
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "the batch makes %llu items of %llu segments; that is too many for one launch",
+                        (unsigned long long)(at->num_items + at->num_span_items), (unsigned long long)at->num_pools);
+    at->items = take(&at->total, at->num_items, sizeof(akv_item));
+    at->span_items = take(&at->total, at->num_span_items, sizeof(akv_span_item));
+    at->pools = take(&at->total, at->num_pools, sizeof(akv_pool));
+    at->tails = take(&at->total, b->num_sequences, sizeof(akv_tail));
+    at->first_slot = take(&at->total, b->num_sequences + 1, sizeof(uint32_t));
+    at->max = take(&at->total, states, sizeof(float));
+    at->sum = take(&at->total, states, sizeof(float));
+    at->acc = take(&at->total, states * b->head_dim_v, sizeof(float));
+    at->span_max = take(&at->total, span_states, sizeof(float));
+    at->span_sum = take(&at->total, span_states, sizeof(float));
+    at->span_sums = take(&at->total, span_states * b->head_dim_v, sizeof(float));
+    at->span_hist = take(&at->total, span_states * at->most_anchors, sizeof(float));
+    return AKV_OK;
+}
+
+akv_status akv_cuda_workspace_bytes(const akv_cuda_batch *batch, size_t *bytes, akv_diag *diag)
+{
+    if (bytes == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "bytes must not be NULL");
+    AKV_TRY(check_batch(batch, diag));
+    places at;
+    AKV_TRY(measure(batch, &at, diag));
+    *bytes = at.total;
+    return AKV_OK;
+}
+
+static akv_status check_device(const akv_cuda_batch *b, const places *at, int *ordinal, int *major_out, akv_diag *diag)
+{
+    int major = 0, minor = 0;
+    AKV_CUDA_TRY(cudaGetDevice(ordinal), "asking for the current device");
+    AKV_CUDA_TRY(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, *ordinal), "asking for the device's kind");
+    AKV_CUDA_TRY(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, *ordinal), "asking for the device's kind");
+    if (major < 8)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "device %d has compute capability %d.%d; 8.0 or newer is needed", *ordinal, major, minor);
+    cudaError_t error = akv_cuda_prepare_parts();
+    if (error == cudaSuccess && at->num_span_items > 0) {
+        const akv_span_shape shape = {b->head_dim_k, at->row_chunk, at->fast_steps, 0, 0, 0, 0};
+        error = akv_cuda_prepare_spans(&shape, at->span_shared);
+        if (error == cudaSuccess)
+            error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v, at->pool_chunks, b->gqa_group * b->num_queries);
+    }
+    if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+        (void)cudaGetLastError();
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "this build has no kernels for compute capability %d.%d (CMake: CMAKE_CUDA_ARCHITECTURES)",
+                        major, minor);
+    }
+    if (error == cudaErrorInvalidValue) {
+        (void)cudaGetLastError();
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "device %d has too little shared memory for these kernels", *ordinal);
+    }
+    AKV_CUDA_TRY(error, "preparing the kernels");
+    *major_out = major;
+    return AKV_OK;
+}
+
+static void fill_values(akv_code_values *v)
+{
+    for (uint32_t i = 0; i < 2; i++)
+        v->level1[i] = AKV_LEVEL_UNIT1 * (float)akv_level_steps1[i];
+    for (uint32_t i = 0; i < 4; i++) {
+        v->level2[i] = AKV_LEVEL_UNIT2 * (float)akv_level_steps2[i];
+        v->plain[i] = akv_levels_lloyd_max[i];
+        v->uniform[i] = akv_levels_uniform[i];
+    }
+    for (uint32_t i = 0; i < 16; i++) {
+        v->level4[i] = AKV_LEVEL_UNIT4 * (float)akv_level_steps4[i];
+        v->gain[i] = akv_gain_value(i);
+    }
+    v->coeff_step = AKV_COEFF_STEP;
+    v->coeff_self = AKV_COEFF_SELF;
+}
+
+/* Items, tails and slots into the front of the workspace, by one copy. */
+static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, cudaStream_t stream, akv_diag *diag)
+{
+    const size_t bytes = at->max;
+    uint8_t *host = calloc(1, bytes + 1);
+    if (host == NULL)
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a list of %zu bytes", bytes);
+    const lists l = {(akv_item *)(void *)(host + at->items), (akv_span_item *)(void *)(host + at->span_items),
+                     (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot)};
+    cut(b, &l, at);
+    akv_tail *tails = (akv_tail *)(void *)(host + at->tails);
+    for (uint32_t q = 0; q < b->num_sequences; q++) {
+        const akv_cuda_sequence *s = &b->sequences[q];
+        const akv_tail tail = {s->tail_keys, s->tail_values, {s->tail_stride_head[0], s->tail_stride_head[1]},
+                               {s->tail_stride_token[0], s->tail_stride_token[1]}, s->tail_mask, s->tail_mask_stride, s->tail_tokens};
+        tails[q] = tail;
+    }
+    cudaError_t error = cudaMemcpyAsync(workspace, host, bytes, cudaMemcpyHostToDevice, stream);
+    if (error == cudaSuccess)
+        error = cudaStreamSynchronize(stream);
+    free(host);
+    AKV_CUDA_TRY(error, "copying the plan to the device");
+    return AKV_OK;
+}
+
+akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, size_t workspace_bytes, akv_cuda_stream stream,
+                                akv_cuda_plan **out, akv_diag *diag)
+{
+    AKV_TRY(check_batch(batch, diag));
+    places at;
+    AKV_TRY(measure(batch, &at, diag));
+    if (out == NULL || workspace == NULL || (uintptr_t)workspace % AKV_CUDA_ALIGN != 0)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the workspace must be device memory aligned to %u bytes, out must not be NULL",
+                        AKV_CUDA_ALIGN);
+    if (workspace_bytes < at.total)
+        return akv_fail(diag, AKV_E_NO_SPACE, "the workspace has %zu bytes; this batch needs %zu (akv_cuda_workspace_bytes)",
+                        workspace_bytes, at.total);
+    int ordinal = 0, major = 0;
+    AKV_TRY(check_device(batch, &at, &ordinal, &major, diag));
+    for (uint32_t q = 0; q < batch->num_sequences; q++)
+        for (uint32_t s = 0; s < batch->sequences[q].num_segments; s++)
+            if (batch->sequences[q].segments[s]->ordinal != ordinal)
+                return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment %u of sequence %u lies on device %d; device %d is current", s, q,
+                                batch->sequences[q].segments[s]->ordinal, ordinal);
+    akv_cuda_plan *plan = calloc(1, sizeof *plan);
+    if (plan == NULL)
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a plan of %zu bytes", sizeof *plan);
+    uint8_t *ws = workspace;
+    akv_status status = send(batch, &at, ws, stream, diag);
+    if (status != AKV_OK) {
+        free(plan);
+        return status;
+    }
+    akv_cuda_call *c = &plan->call;
+    plan->ordinal = ordinal;
+    c->H = batch->num_kv_heads;
+    c->G = batch->gqa_group;
+    c->T = batch->num_queries;
+    c->rows = c->G * c->T;
+    c->dim_k = batch->head_dim_k;
+    c->dim_v = batch->head_dim_v;
+    c->num_sequences = batch->num_sequences;
+    c->num_items = (uint32_t)at.num_items;
+    c->query_dtype = (int)batch->query_dtype;
+    c->out_dtype = (int)batch->out_dtype;
+    c->tail_dtype = (int)batch->tail_dtype;
+    c->sm_scale = (float)batch->sm_scale;
+    c->softcap = (float)batch->logit_softcap;
+    c->items = (const akv_item *)(const void *)(ws + at.items);
+    c->tails = (const akv_tail *)(const void *)(ws + at.tails);
+    c->first_slot = (const uint32_t *)(const void *)(ws + at.first_slot);
+    c->tail_lengths = batch->tail_lengths;
+    c->partials.max = (float *)(void *)(ws + at.max);
+    c->partials.sum = (float *)(void *)(ws + at.sum);
+    c->partials.acc = (float *)(void *)(ws + at.acc);
+    c->num_span_items = (uint32_t)at.num_span_items;
+    c->num_pools = (uint32_t)at.num_pools;
+    c->most_anchors = at.most_anchors;
+    c->most_parts = at.most_parts;
+    c->pool_chunks = at.pool_chunks;
+    c->row_chunk = at.row_chunk;
+    c->early_launch = major >= 9;
+    c->fast_steps = at.fast_steps;
+    c->span_shared_bytes = (uint32_t)at.span_shared;
+    c->span_items = (const akv_span_item *)(const void *)(ws + at.span_items);
+    c->pools = (const akv_pool *)(const void *)(ws + at.pools);
+    c->states.max = (float *)(void *)(ws + at.span_max);
+    c->states.sum = (float *)(void *)(ws + at.span_sum);
+    c->states.sums = (float *)(void *)(ws + at.span_sums);
+    c->states.hist = (float *)(void *)(ws + at.span_hist);
+    fill_values(&c->values);
+    *out = plan;
+    return AKV_OK;
+}
+
+void akv_cuda_plan_destroy(akv_cuda_plan *plan)
+{
+    free(plan);
+}
+
+akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step, akv_cuda_stream stream, akv_diag *diag)
+{
+    if (plan == NULL || step == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "plan and step must not be NULL");
+    if (step->struct_size < sizeof *step)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_cuda_step has struct_size %zu; call akv_cuda_step_init first", step->struct_size);
+    if (step->queries == NULL || step->out == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "queries and out must not be NULL");
+    int ordinal = 0;
+    AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
+    if (ordinal != plan->ordinal)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the plan was made for device %d; device %d is current", plan->ordinal, ordinal);
+    AKV_CUDA_TRY(cudaPeekAtLastError(), "an earlier call on this device failed");
+    akv_cuda_call call = plan->call;
+    call.step = *step;
+    AKV_CUDA_TRY(akv_cuda_launch_spans(&call, stream), "launching the attention of packed segments");
+    AKV_CUDA_TRY(akv_cuda_launch_parts(&call, stream), "launching the attention of items");
+    AKV_CUDA_TRY(akv_cuda_launch_pools(&call, stream), "launching the pooling of packed segments");
+    AKV_CUDA_TRY(akv_cuda_launch_combine(&call, stream), "launching the merge");
+    return AKV_OK;
+}
