@@ -28,6 +28,7 @@ int cli_exit_of(akv_status status)
     case AKV_E_MISMATCH: return CLI_WRONG_MODEL;
     case AKV_E_IO: return CLI_IO;
     case AKV_E_CANCELLED: return CLI_SIGNAL + (cli_interrupted() ? cli_interrupted() : SIGINT);
+    case AKV_E_DEVICE: /* no command uses a GPU */
     case AKV_E_BAD_STATE:
     case AKV_E_NON_FINITE: return CLI_INTERNAL;
     }

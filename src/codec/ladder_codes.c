@@ -8,9 +8,13 @@
 /* Number of the nearest level of an n-bit Lloyd-Max quantiser, ascending, and the level itself. */
 static uint32_t quantise(float x, uint32_t width, float *level)
 {
-    const uint32_t half = width == 1 ? 1 : width == 2 ? 2 : 8;
+    const uint32_t half = width == 2 ? 2 : 8;
     const float m = fabsf(x);
     uint32_t i = 0;
+    if (width == 1) {
+        *level = akv_level_value(x < 0.0f ? 0 : 1, 1);
+        return x < 0.0f ? 0 : 1;
+    }
     while (i + 1 < half && m >= 0.5f * (akv_level_value(half + i, width) + akv_level_value(half + i + 1, width)))
         i++;
     const uint32_t number = x < 0.0f ? half - 1 - i : half + i;
