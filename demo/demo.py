@@ -29,7 +29,8 @@ DEPS = os.environ.get("AKV_DEPS") or os.path.join(ROOT, ".deps")
 MODEL = os.path.join(DEPS, "models", "SmolLM2-135M-Instruct.Q4_1.gguf")
 SOURCE = os.path.join(ROOT, "demo", "gpl-2.txt")
 
-RATIO = 8
+RATIO = 10
+SEED = 1  # of the random anchors; docs/demo.md says what others give
 DEPTH = 0.8
 FACT = "The lighthouse keeper of Vardo has a green donkey named Admiral Pepper."
 QUESTION = "What animal does the lighthouse keeper of Vardo have?"
@@ -78,13 +79,13 @@ WAYS = {"dense": ("dense", None), "default": ("akv", "default"), "paper": ("akv"
 def packed(way, text, threads):
     """Compress the document in one way, or take the packed file of an earlier run. Returns (file, pack report, reused)."""
     pack, report, key_file = (os.path.join(WORK, way + suffix) for suffix in (".akv", ".pack.json", ".key"))
-    key = "%s %s %g" % (sha256(AKV, text), way, RATIO)
+    key = "%s %s %g %d" % (sha256(AKV, text), way, RATIO, SEED)
     reused = False
     if all(os.path.exists(path) for path in (pack, report, key_file)):
         with open(key_file, encoding="utf-8") as stream:
             reused = stream.read() == key
     if not reused:
-        run(["pack", "-m", MODEL, "-f", text, "--ratio", "%g" % RATIO, "--threads", threads, "--json", report, "-o", pack]
+        run(["pack", "-m", MODEL, "-f", text, "--ratio", "%g" % RATIO, "--seed", "%d" % SEED, "--threads", threads, "--json", report, "-o", pack]
             + options(way))
         with open(key_file, "w", encoding="utf-8") as stream:
             stream.write(key)
