@@ -3,6 +3,7 @@
 #include "cli.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 static const cli_command *const commands[] = {&cli_cmd_ask,  &cli_cmd_pack, &cli_cmd_info, &cli_cmd_verify,
@@ -71,6 +72,16 @@ static int version(void)
     return printf("akv %s\n", akv_version()) > 0 && fflush(stdout) == 0 ? CLI_OK : CLI_IO;
 }
 
+/* The library prints nothing and takes a name it does not know for no cap: a misspelt one must not pass for a measurement. */
+static bool cap_is_known(const char *cap)
+{
+    static const char *const names[] = {"generic", "avx2", "avx512", "avx512vnni"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (strcmp(cap, names[i]) == 0)
+            return true;
+    return false;
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 2) {
@@ -85,6 +96,9 @@ int main(int argc, char **argv)
     const cli_command *command = find(name);
     if (command == NULL)
         return cli_fail(CLI_USAGE, "there is no command \"%s\"; `akv help` lists them", name);
+    const char *cap = getenv("AKV_CPU");
+    if (cap != NULL && !cap_is_known(cap))
+        return cli_fail(CLI_USAGE, "AKV_CPU is \"%s\"; generic, avx2, avx512 and avx512vnni are possible", cap);
     cli_signals_install();
     return command->run(argc - 1, argv + 1);
 }

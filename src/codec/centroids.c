@@ -61,7 +61,10 @@ static void refine_task(void *opaque, size_t task)
         }
     for (uint32_t round = 0; round < job->experiment->anchor_rounds; round++) {
         memset(sum, 0, ((size_t)k * dim + 2 * k) * sizeof *sum);
-        /* Long contexts: every second tile, the other half the next round. As good as all of them (a quarter is not) in half the time. */
+        /*
+         * Long contexts: every second tile, the other half the next round. As good as all of them in half the time; a quarter
+         * is not (docs/codec-log.md).
+         */
         const uint64_t step = job->S >= 16 * AKV_TILE_TOKENS ? 2 : 1;
         gather(job, side, head, &walk, s, round % step, step, sum, energy, members);
         for (uint32_t a = 0; a < k; a++) {

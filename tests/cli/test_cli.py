@@ -22,6 +22,11 @@ def test_help(t):
     t.run("--version", out="akv ")
     t.run("nonsense", code=1, err="no command")
     t.run("help", "nonsense", code=1, err="no command")
+    os.environ["AKV_CPU"] = "avx3"
+    t.run("plan", *SHAPE, "--tokens", "4096", code=1, err="AKV_CPU")
+    os.environ["AKV_CPU"] = "generic"
+    t.run("plan", *SHAPE, "--tokens", "4096", out="compressed")
+    del os.environ["AKV_CPU"]
     for command in ("plan", "info", "verify"):
         t.run(command, "--help", out="usage: akv " + command)
         t.run("help", command, out="usage: akv " + command)
