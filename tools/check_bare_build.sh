@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# check_bare_build.sh - the core builds with one compiler line, no build system and no BLAS, without a warning, and works.
+# check_bare_build.sh - the core builds with one compiler line, no build system, without a warning, and works.
 #
 #   tools/check_bare_build.sh [CC]
 set -euo pipefail

@@ -44,12 +44,7 @@ die() { printf 'deps: %s\n' "$*" >&2; exit 1; }
 # ------------------------------------------------------------------------------------------------------ Debian packages
 
 # Probes ask for the thing itself, not for a package name, so that a system that has it from elsewhere is content.
-has_header() { printf '#include <%s>\n' "$1" | cc -E -I/usr/include/openblas -xc - >/dev/null 2>&1; }
-has_openblas() {
-    has_header cblas.h &&
-        printf 'void cblas_sgemm(void); int main(void) { cblas_sgemm(); return 0; }\n' |
-        cc -xc - -o /dev/null -lopenblas >/dev/null 2>&1
-}
+has_header() { printf '#include <%s>\n' "$1" | cc -E -xc - >/dev/null 2>&1; }
 # pip is not run, only asked for addresses: see tools/fetch_pypi.py.
 find_python() {
     local candidate
@@ -70,7 +65,6 @@ missing_packages() {
     command -v pkg-config >/dev/null || echo pkg-config
     command -v nm >/dev/null || echo binutils
     find_python >/dev/null || echo python3 python3-pip ca-certificates
-    has_openblas || echo libopenblas-serial-dev
     has_header xxhash.h || echo libxxhash-dev
     has_header cjson/cJSON.h || echo libcjson-dev
 }

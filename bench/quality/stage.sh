@@ -6,7 +6,7 @@
 #   bench/quality/stage.sh LIBANCHORKV.so [FOLDER [WHEEL...]]      FOLDER defaults to .cache/eval, ignored by git
 #
 # Pure-Python wheels that are missing there (gguf, often) are unpacked into FOLDER/site.
-# The BLAS that the library was linked with comes along, so nothing is built or installed there:
+# Nothing is built or installed there:
 #   bash FOLDER/run.sh --model MODEL.gguf ... runs eval_model.py with the staged library.
 set -euo pipefail
 
@@ -21,10 +21,6 @@ cp -r "$here" "$folder/quality"
 cp -r "$root/python" "$folder/python"
 find "$folder" -name __pycache__ -prune -exec rm -rf {} +
 cp -L "$library" "$folder/lib/libanchorkv.so"
-ldd "$library" | awk '$1 ~ /^lib(openblas|blas|lapack|gfortran|quadmath)/ && $3 ~ /^\// { print $3 }' |
-while read -r needed; do
-    cp -L "$needed" "$folder/lib/$(basename "$needed")"
-done
 for wheel in "${@:3}"; do python3 -m zipfile -e "$wheel" "$folder/site"; done
 cp "$root/.deps/text/manuals.txt" "$folder/manuals.txt"
 cat >"$folder/run.sh" <<'RUN'

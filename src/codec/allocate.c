@@ -4,6 +4,7 @@
  * utility x distortion(level) + lambda x bits(level), keys and values of all heads together; lambda is bisected to the bytes.
  */
 #include "codec/ladder.h"
+#include "kernels/coder.h"
 
 #define GAIN_BITS 4.0
 
@@ -32,36 +33,67 @@ static akv_hull make_hull(const double *distortion, const uint32_t *bits, uint32
     }
 }
 
-/* Levels of all tokens for a multiplier; returns the bytes of all codes. */
-static uint64_t assign(akv_job *job, const akv_hull *hulls, double lambda)
+/*
+ * The utility above which each level of the hull pays, rising; the largest float not above it, so that comparing floats decides as
+ * comparing doubles would.
+ */
+static uint32_t thresholds_of(const akv_hull *hull, double lambda, float *out)
+{
+    for (uint32_t i = 1; i < hull->count; i++) {
+        const double exact = lambda / hull->slope[i];
+        float below = exact < 3.4e38 ? (float)exact : INFINITY;
+        if ((double)below > exact)
+            below = nextafterf(below, 0.0f);
+        out[i - 1] = below;
+    }
+    return hull->count - 1;
+}
+
+/* Bytes of all codes for a multiplier. */
+static uint64_t bytes_of(akv_job *job, const akv_hull *hulls, double lambda)
 {
     const uint32_t levels = job->header->num_levels;
+    const akv_coder_kernels *kernels = akv_coder_best();
     uint64_t bytes = 0;
     for (uint32_t head = 0; head < job->H; head++)
         for (int side = 0; side < AKV_SIDES; side++) {
             const akv_hull *hull = &hulls[head * AKV_SIDES + side];
-            const float *utility = job->rank[side] + head * job->S;
-            uint8_t *level = job->ladder->level[side] + head * job->S;
-            double threshold[AKV_MAX_LEVELS + 1]; /* the utility from which a level pays */
-            for (uint32_t i = 1; i < hull->count; i++)
-                threshold[i] = lambda / hull->slope[i];
+            float thresholds[AKV_MAX_LEVELS];
+            const uint32_t n = thresholds_of(hull, lambda, thresholds);
             for (uint64_t t0 = 0; t0 < job->S; t0 += AKV_BLOCK_TOKENS) {
-                uint64_t end = job->S - t0 < AKV_BLOCK_TOKENS ? job->S : t0 + AKV_BLOCK_TOKENS;
-                uint64_t count[AKV_MAX_LEVELS + 1] = {0};
-                for (uint64_t t = t0; t < end; t++) {
-                    double u = utility[t];
-                    uint32_t i = 0;
-                    while (i + 1 < hull->count && u > threshold[i + 1])
-                        i++;
-                    level[t] = hull->level[i];
-                    count[level[t]]++;
-                }
-                for (uint32_t l = 1; l <= levels; l++)
-                    if (count[l] > 0)
-                        bytes += akv_run_bytes(count[l], job->ladder->level_bits[side][head * levels + l - 1]);
+                const uint64_t end = job->S - t0 < AKV_BLOCK_TOKENS ? job->S : t0 + AKV_BLOCK_TOKENS;
+                uint32_t above[AKV_MAX_LEVELS + 1] = {0};
+                kernels->count_above(job->rank[side] + head * job->S + t0, (uint32_t)(end - t0), thresholds, n, above);
+                for (uint32_t i = 0; i < n; i++)
+                    if (above[i] > above[i + 1])
+                        bytes += akv_run_bytes(above[i] - above[i + 1],
+                                               job->ladder->level_bits[side][head * levels + hull->level[i + 1] - 1]);
             }
         }
     return bytes;
+}
+
+/* Levels of all tokens for a multiplier. Task = head * 2 + side. */
+typedef struct assignment {
+    akv_job *job;
+    const akv_hull *hulls;
+    double lambda;
+} assignment;
+
+static void assign_task(void *opaque, size_t task)
+{
+    const assignment *a = opaque;
+    const akv_hull *hull = &a->hulls[task];
+    const float *utility = a->job->rank[task % AKV_SIDES] + task / AKV_SIDES * a->job->S;
+    uint8_t *level = a->job->ladder->level[task % AKV_SIDES] + task / AKV_SIDES * a->job->S;
+    float thresholds[AKV_MAX_LEVELS];
+    const uint32_t n = thresholds_of(hull, a->lambda, thresholds);
+    for (uint64_t t = 0; t < a->job->S; t++) {
+        uint32_t i = 0;
+        while (i < n && utility[t] > thresholds[i])
+            i++;
+        level[t] = hull->level[i];
+    }
 }
 
 /* The prior: a share of the layer's utility is spread as if every token were as likely to be asked for. */
@@ -116,12 +148,14 @@ void akv_ladder_allocate(akv_job *job)
     double low = -300.0, high = 300.0; /* log2 of the multiplier; high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {
         double mid = 0.5 * (low + high);
-        if (assign(job, hulls, exp2(mid)) > job->header->code_bytes)
+        if (bytes_of(job, hulls, exp2(mid)) > job->header->code_bytes)
             low = mid;
         else
             high = mid;
     }
-    if (assign(job, hulls, exp2(high)) > job->header->code_bytes) /* only if a utility reaches 2^300 */
-        assign(job, hulls, INFINITY);
+    assignment a = {job, hulls, exp2(high)};
+    if (bytes_of(job, hulls, a.lambda) > job->header->code_bytes) /* only if a utility reaches 2^300 */
+        a.lambda = INFINITY;
+    akv_parallel_for(job->config->executor, assign_task, &a, (size_t)job->H * AKV_SIDES);
     store_levels(job);
 }

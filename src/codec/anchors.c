@@ -78,19 +78,26 @@ static void store_anchors(akv_job *job, uint32_t head, const uint8_t *mask)
         }
 }
 
-static void anchors_task(void *opaque, size_t task)
+/* rank[K] is filled later; until then its memory serves as two masks of [S] bytes: anchors so far, and attended ones. */
+static uint8_t *mask_of(const akv_job *job, uint32_t head)
+{
+    return (uint8_t *)(job->rank[AKV_SIDE_K] + head * job->S);
+}
+
+/* Task = head: the most attended tokens, and without coverage the others. */
+static void attended_task(void *opaque, size_t task)
 {
     akv_job *job = opaque;
     const uint32_t head = (uint32_t)task;
     const uint64_t earlier = job->S - job->W, free_anchors = job->k - job->W;
     const akv_experiment *x = job->experiment;
-    /* rank[K] is filled later; until then its memory serves as the mask. */
-    uint8_t *mask = (uint8_t *)(job->rank[AKV_SIDE_K] + head * job->S);
+    uint8_t *mask = mask_of(job, head), *attended = mask + job->S;
     uint64_t top = x->no_random_anchors ? free_anchors : (uint64_t)(x->rho * (double)free_anchors);
     if (job->ladder != NULL && x->most_attended > 0 && top > x->most_attended)
         top = x->most_attended;
     if (top > earlier)
         top = earlier;
+    akv_pool_scores(job, head, earlier, x->pool_width);
     float *pooled = job->pooled + head * job->S;
     if (job->ladder != NULL)
         for (uint64_t t = 0; t < x->sinks && t < earlier && t < free_anchors; t++) {
@@ -99,23 +106,37 @@ static void anchors_task(void *opaque, size_t task)
         }
     akv_take_largest(pooled, earlier, top, mask);
     akv_rng rng = akv_rng_stream(job->seed, AKV_RNG_ANCHORS, head);
-    uint8_t *attended = mask + job->S; /* the mask takes a quarter of its memory */
     memcpy(attended, mask, earlier);
     memset(attended + earlier, 1, job->W);
-    if (job->ladder != NULL && !x->uniform_anchors)
-        akv_cover_directions(job, head, mask, free_anchors - top, &rng);
-    else
+    if (job->ladder != NULL && !x->uniform_anchors) {
+        akv_cover_head *cover = &job->ladder->cover_heads[head];
+        memset(cover, 0, sizeof *cover);
+        cover->rng = rng;
+        cover->mask = mask;
+        cover->need = free_anchors - top;
+    } else {
         sample_rest(mask, earlier, top, free_anchors - top, &rng);
-    memset(mask + earlier, 1, job->W);
+    }
+}
+
+/* Task = head: their numbers. */
+static void number_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    const uint32_t head = (uint32_t)task;
+    uint8_t *mask = mask_of(job, head), *attended = mask + job->S;
+    memset(mask + (job->S - job->W), 1, job->W);
     store_anchors(job, head, mask);
     for (uint64_t t = 0; job->ladder != NULL && t < job->S; t++)
         if (mask[t])
             job->ladder->fixed[(size_t)head * job->k + job->anchor_of[head * job->S + t] - 1] =
-                attended[t] || x->anchor_rounds == 0;
+                attended[t] || job->experiment->anchor_rounds == 0;
 }
 
 void akv_choose_anchors(akv_job *job)
 {
-    akv_pool_scores(job, job->S - job->W, job->experiment->pool_width);
-    akv_parallel_for(job->config->executor, anchors_task, job, job->H);
+    akv_parallel_for(job->config->executor, attended_task, job, job->H);
+    if (job->ladder != NULL && !job->experiment->uniform_anchors)
+        akv_cover_directions(job);
+    akv_parallel_for(job->config->executor, number_task, job, job->H);
 }

@@ -7,6 +7,7 @@
 #include "codec/ladder.h"
 #include "core/slots.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix.h"
 
 /* u^T m u for a row u over the leading n coordinates of m [dim, dim]. */
 static double quadratic(const float *u, const float *m, uint32_t n, uint32_t dim)

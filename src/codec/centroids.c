@@ -13,7 +13,7 @@
  * Add the tokens of tiles first, first + step, ... to the sum of the anchor nearest to each, weighted by how far it goes along;
  * neither fixed anchors nor what they explain best.
  */
-static void gather(akv_job *job, int side, uint32_t head, akv_rope_walk *walk, akv_codec_scratch *s, uint64_t first,
+static void gather(akv_job *job, int side, uint32_t head, akv_turner *turner, akv_codec_scratch *s, uint64_t first,
                    uint64_t step, float *sum, float *energy, float *members)
 {
     const uint32_t dim = job->header->head_dim[side];
@@ -21,17 +21,16 @@ static void gather(akv_job *job, int side, uint32_t head, akv_rope_walk *walk, a
     const uint32_t *anchor_of = job->anchor_of + head * job->S;
     float *rows = side == AKV_SIDE_K ? s->pre : s->value, along[AKV_TILE_TOKENS];
     uint32_t nearest[AKV_TILE_TOKENS];
+    const akv_kernels *kernels = akv_kernels_best();
     for (uint64_t t0 = first * AKV_TILE_TOKENS; t0 < job->S; t0 += step * AKV_TILE_TOKENS) {
         const uint32_t n = (uint32_t)(job->S - t0 < AKV_TILE_TOKENS ? job->S - t0 : AKV_TILE_TOKENS);
-        for (uint32_t i = 0; i < n; i++)
-            akv_anchor_space_row(job, side, head, t0 + i, walk, rows + (size_t)i * dim);
+        akv_anchor_space_rows(job, side, head, t0, n, turner, rows);
         akv_nearest_anchors(job, side, head, n, rows, s, nearest, along);
         for (uint32_t i = 0; i < n; i++) {
             const uint32_t a = nearest[i], own = anchor_of[t0 + i];
             if (fixed[a] || (own != 0 && fixed[own - 1]))
                 continue;
-            for (uint32_t d = 0; d < dim; d++)
-                sum[(size_t)a * dim + d] += along[i] * rows[(size_t)i * dim + d];
+            kernels->rows_axpy(&along[i], 1, 1, rows + (size_t)i * dim, dim, sum + (size_t)a * dim);
             energy[a] += along[i] * along[i];
             members[a] += 1.0f;
         }
@@ -47,7 +46,7 @@ static void refine_task(void *opaque, size_t task)
     const uint32_t dim = job->header->head_dim[side], most_dim = job->dk > job->dv ? job->dk : job->dv;
     const uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_turner turner = akv_turner_begin(s);
     const uint8_t *fixed = job->ladder->fixed + (size_t)head * k;
     const uint32_t *anchor_of = job->anchor_of + head * job->S;
     float *anchor = job->anchor[side] + (size_t)head * k * dim, *unit = job->unit[side] + (size_t)head * k * dim;
@@ -56,7 +55,7 @@ static void refine_task(void *opaque, size_t task)
     for (uint64_t t = 0; t < job->S; t++)
         if (anchor_of[t] != 0) {
             const size_t at = (size_t)(anchor_of[t] - 1) * dim;
-            akv_anchor_space_row(job, side, head, t, &walk, anchor + at);
+            akv_anchor_space_row(job, side, head, t, &turner, anchor + at);
             akv_unit_of(anchor + at, dim, unit + at);
         }
     for (uint32_t round = 0; round < job->experiment->anchor_rounds; round++) {
@@ -66,7 +65,7 @@ static void refine_task(void *opaque, size_t task)
          * is not (docs/codec-log.md).
          */
         const uint64_t step = job->S >= 16 * AKV_TILE_TOKENS ? 2 : 1;
-        gather(job, side, head, &walk, s, round % step, step, sum, energy, members);
+        gather(job, side, head, &turner, s, round % step, step, sum, energy, members);
         for (uint32_t a = 0; a < k; a++) {
             float *x = sum + (size_t)a * dim, *to = anchor + (size_t)a * dim;
             const float square = akv_dot_f32(x, x, dim);

@@ -33,16 +33,16 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
 /* The config's experiment, or the profile's own settings in *defaults. */
 const akv_experiment *akv_experiment_of(const akv_config *config, akv_experiment *defaults);
 
-/* Tokens handled as one matrix; and the range of tokens one task handles (fixed, so that results do not depend on threads). */
+/* Tokens handled as one matrix; and the least and most of a head's ranges of tokens, one task each (akv_job.range_tokens). */
 #define AKV_TILE_TOKENS 256u
-#define AKV_RANGE_TOKENS 4096u
+#define AKV_RANGE_TOKENS 1024u
+#define AKV_MOST_RANGES 16u
 /* Utility is pooled along positions: a tile also looks at this many tokens before and after it. */
 #define AKV_POOL_BEFORE 64u
 #define AKV_POOL_AFTER 3u
 /* Row stride of [rows, tile] matrices. */
 #define AKV_TILE_STRIDE 336u
-/* Anchors compared at once. */
-#define AKV_ANCHOR_TILE 1024u
+#define AKV_SIMS_STRIDE 1024u /* AKV_MAX_HEAD_DIM */
 
 /* Scratch of one running task of compression. */
 typedef struct akv_codec_scratch {
@@ -52,11 +52,22 @@ typedef struct akv_codec_scratch {
     float *logits; /* [rows, STRIDE] */
     float *errors; /* [rows, STRIDE] */
     float *cross;  /* [rows, STRIDE] */
-    float *sims;   /* [TILE, min(k, ANCHOR_TILE)] */
+    float *sims;   /* [TILE, SIMS_STRIDE]: products, transposed rows, coordinates of the transform */
     float *best;   /* [TILE] */
     float *vector; /* [AKV_MAX_HEAD_DIM] */
-    double *phase; /* [4, rotary_dim / 2] */
+    double *phase; /* [rotary_dim] */
 } akv_codec_scratch;
+
+/* Positions count from a multiple of this: a phase is that of the multiple plus that of the offset, both exact. */
+#define AKV_TURN_TOKENS 64
+
+/* Turns rows of one task; begin it by akv_turner_begin. */
+typedef struct akv_turner {
+    int64_t block;      /* the multiple whose phase is `base`, once known */
+    bool known;
+    double *own;        /* scratch: the phase of a block outside the job's table */
+    const double *base;
+} akv_turner;
 
 struct akv_ladder;
 
@@ -68,6 +79,7 @@ typedef struct akv_job {
     akv_header *header;
     uint64_t S;
     uint32_t H, G, W, k, rows, dk, dv;
+    uint64_t range_tokens; /* a multiple of AKV_TILE_TOKENS that depends on S only, so that results do not depend on threads */
     uint64_t num_ranges;
     uint64_t seed; /* of this layer */
     uint8_t *blob; /* NULL in the eviction baseline */
@@ -90,6 +102,11 @@ typedef struct akv_job {
     float *unit[AKV_SIDES];    /* [H, k, dim] the same divided by their norm (0 for a zero anchor) */
     float *rank[AKV_SIDES];    /* [H, S] what residuals compete with; < 0 for anchors */
 
+    double *offset_phase; /* [AKV_TURN_TOKENS, 2, planes] cosines and sines of the offsets */
+    double *block_phase;  /* [num_blocks, 2, planes] of the multiples from first_block on; NULL when positions are far apart */
+    int64_t first_block;
+    uint64_t num_blocks;
+
     uint32_t num_slots;
     atomic_flag *slots;
     akv_codec_scratch *scratch;
@@ -105,13 +122,39 @@ akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv
 void akv_observe(akv_job *job);
 /* Logits of rows x n keys (row stride AKV_TILE_STRIDE), scaled, capped and causal, of tokens [t0, t0 + n). */
 void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *keys, float *logits);
-/* Average pooling of width `width` over [0, n) of every head's score (zero padded) into pooled. */
-void akv_pool_scores(akv_job *job, uint64_t n, uint32_t width);
+/* Average pooling of width `width` over [0, n) of a head's score (zero padded) into pooled. */
+void akv_pool_scores(akv_job *job, uint32_t head, uint64_t n, uint32_t width);
 
 /* anchors.c */
 void akv_choose_anchors(akv_job *job);
 /* The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win. */
 void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask);
+
+/* turn.c: tables of phases; a range of a head (task of H * num_ranges); turning and loading rows. */
+void akv_turn_carve(akv_job *job, akv_arena *arena);
+void akv_turn_begin(akv_job *job);
+akv_turner akv_turner_begin(akv_codec_scratch *s);
+/* x [d_k] at its position -> out, direction -1 turns back; x may be out. Without rotary embedding a copy. */
+void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int direction, double magnitude, const float *x, float *out);
+/* Rows [n, dim] of a tensor. */
+void akv_load_rows(const akv_tensor *tensor, uint32_t head, uint64_t t0, uint32_t n, uint32_t dim, float *out);
+/* Tokens as anchors see them: keys un-turned (unless projected post-RoPE) and centred, values as they are. */
+void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_turner *turner, float *out);
+void akv_anchor_space_rows(const akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, akv_turner *turner, float *out);
+/* A residual in anchor space -> as the queries meet it. In place. */
+void akv_turn_residual(const akv_job *job, uint64_t token, akv_turner *turner, float *r);
+
+static inline uint32_t akv_tile_tokens(uint64_t t0, uint64_t end)
+{
+    return (uint32_t)(end - t0 < AKV_TILE_TOKENS ? end - t0 : AKV_TILE_TOKENS);
+}
+
+static inline void akv_range_of(const akv_job *job, size_t task, uint32_t *head, uint64_t *begin, uint64_t *end)
+{
+    *head = (uint32_t)(task / job->num_ranges);
+    *begin = task % job->num_ranges * job->range_tokens;
+    *end = job->S - *begin < job->range_tokens ? job->S : *begin + job->range_tokens;
+}
 
 /* project.c: an anchor [dim] -> unit [dim], the same divided by its norm (0 for a zero anchor). */
 void akv_unit_of(const float *anchor, uint32_t dim, float *unit);
@@ -123,10 +166,8 @@ void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n
                          uint32_t *nearest, float *along);
 /* project.c: means (LADDER), the anchors as stored, nearest anchor and coefficient of every token, and what its residual is worth. */
 void akv_project(akv_job *job);
-/* One token of one side as anchors see it: keys un-turned (unless projected post-RoPE) and centred, values as they are. */
-void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out);
 /* Residual of one token as it is coded: post-RoPE for keys, f32 [dim]. */
-void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out);
+void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_turner *turner, float *out);
 
 /* quantise.c: give the slots to the highest ranks (mask is scratch, [H, S]), then code the residuals. */
 void akv_select_owners(akv_job *job, uint8_t *mask);

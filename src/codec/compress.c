@@ -38,15 +38,16 @@ static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
         s.logits = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
         s.errors = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
         s.cross = AKV_TAKE(arena, float, rows * AKV_TILE_STRIDE);
-        s.sims = AKV_TAKE(arena, float, (uint64_t)AKV_TILE_TOKENS * AKV_ANCHOR_TILE);
+        s.sims = AKV_TAKE(arena, float, (uint64_t)AKV_TILE_TOKENS * AKV_SIMS_STRIDE);
         s.best = AKV_TAKE(arena, float, AKV_TILE_TOKENS);
         s.vector = AKV_TAKE(arena, float, AKV_MAX_HEAD_DIM);
-        s.phase = AKV_TAKE(arena, double, 4 * planes);
+        s.phase = AKV_TAKE(arena, double, 2 * planes);
         if (arena->base != NULL) {
             job->scratch[i] = s;
             atomic_flag_clear(&job->slots[i]);
         }
     }
+    akv_turn_carve(job, arena);
     if (job->ladder != NULL)
         akv_ladder_carve(job, arena);
 }
@@ -69,7 +70,8 @@ akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config 
     job->rows = job->G * job->W;
     job->dk = s->head_dim_k;
     job->dv = s->head_dim_v;
-    job->num_ranges = akv_div_up(job->S, AKV_RANGE_TOKENS);
+    job->range_tokens = akv_round_up(akv_div_up(job->S, AKV_MOST_RANGES), AKV_RANGE_TOKENS);
+    job->num_ranges = akv_div_up(job->S, job->range_tokens);
     job->seed = akv_mix64(config->seed ^ akv_mix64((uint64_t)(int64_t)layer->layer_index));
     memset(arena, 0, sizeof *arena);
     carve(job, arena, mask);
@@ -82,6 +84,7 @@ akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config 
     arena->base = memory;
     arena->used = 0;
     carve(job, arena, mask);
+    akv_turn_begin(job);
     return AKV_OK;
 }
 

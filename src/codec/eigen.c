@@ -1,84 +1,149 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* eigen.c - symmetric eigenvectors: LAPACK where the library is built with it, cyclic Jacobi otherwise. */
+/*
+ * eigen.c - eigenvectors of a symmetric matrix: Householder's reduction to tridiagonal form, then the implicit QL algorithm
+ * (Golub and Van Loan, "Matrix Computations", chapter 8), so arranged that every inner loop runs along rows. A library's
+ * routine would need a lock: the serial build of OpenBLAS, for one, is not safe for two callers at once.
+ */
 #include "codec/ladder.h"
 #include "kernels/kernels.h"
 
-#ifdef AKV_HAVE_CBLAS
-
-void ssyev_(const char *jobz, const char *uplo, const int *n, float *a, const int *lda, float *w, float *work, const int *lwork,
-            int *info);
+#define MOST_STEPS 60 /* of QL for one eigenvalue; 2 are usual */
 
 uint64_t akv_eigen_scratch_floats(uint32_t n)
 {
-    return 34 * (uint64_t)n + 64; /* LAPACK asks for (block + 2) n with blocks of 32 */
+    return (uint64_t)n * n + 2 * (uint64_t)n;
 }
 
-void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch)
+static void identity(uint32_t n, float *m)
 {
-    int order = (int)n, lwork = (int)akv_eigen_scratch_floats(n), info = 0;
-    akv_blas_lock();
-    ssyev_("V", "U", &order, a, &order, values, scratch, &lwork, &info);
-    akv_blas_unlock();
-    /* Column-major eigenvectors: column i is row i of a C array. */
-    memcpy(vectors, a, (size_t)n * n * sizeof *a);
-    if (info == 0)
-        return;
-    /* Not converged (never seen): the coordinates themselves are a valid, if poorer, basis. */
-    memset(vectors, 0, (size_t)n * n * sizeof *vectors);
+    memset(m, 0, (size_t)n * n * sizeof *m);
     for (uint32_t i = 0; i < n; i++)
-        vectors[(size_t)i * n + i] = 1.0f;
+        m[(size_t)i * n + i] = 1.0f;
 }
 
-#else
-
-uint64_t akv_eigen_scratch_floats(uint32_t n)
+/* y -= w x */
+static void subtract(const akv_kernels *kernels, float w, const float *x, uint32_t n, float *y)
 {
-    (void)n;
-    return 1;
+    const float minus = -w;
+    kernels->rows_axpy(&minus, 1, 1, x, n, y);
 }
 
-void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch)
+/*
+ * a -> diagonal[n], beside[n - 1]; q [n, n] the orthogonal matrix with a = q T q^T. work [2, n]. Row k of a keeps its reflector in the
+ * columns after k.
+ */
+static void reduce(float *a, uint32_t n, double *diagonal, double *beside, float *q, float *work)
 {
-    (void)scratch;
-    memset(vectors, 0, (size_t)n * n * sizeof *vectors);
-    for (uint32_t i = 0; i < n; i++)
-        vectors[(size_t)i * n + i] = 1.0f;
-    for (int sweep = 0; sweep < 16; sweep++) {
-        double off = 0.0, diagonal = 0.0;
-        for (uint32_t i = 0; i < n; i++) {
-            diagonal += (double)a[(size_t)i * n + i] * a[(size_t)i * n + i];
-            for (uint32_t j = 0; j < i; j++)
-                off += (double)a[(size_t)i * n + j] * a[(size_t)i * n + j];
+    const akv_kernels *kernels = akv_kernels_best();
+    float factor[AKV_MAX_HEAD_DIM], *p = work, *sums = work + n;
+    for (uint32_t k = 0; k + 1 < n; k++) {
+        float *v = a + (size_t)k * n + k + 1, square;
+        const uint32_t m = n - k - 1;
+        kernels->rows_dot(v, 1, v, m, 1.0f, &square, 1);
+        diagonal[k] = a[(size_t)k * n + k];
+        factor[k] = 0.0f;
+        beside[k] = v[0];
+        if (m == 1 || square == 0.0f || square == v[0] * v[0])
+            continue; /* nothing to reflect */
+        const float alpha = v[0] > 0.0f ? -sqrtf(square) : sqrtf(square);
+        const float beta = 1.0f / (square - alpha * v[0]); /* 2 / |v - alpha e|^2 */
+        beside[k] = alpha;
+        v[0] -= alpha;
+        factor[k] = beta;
+        float vp;
+        kernels->rows_dot(v, 1, v, m, 1.0f, &square, 1);
+        for (uint32_t i = 0; i < m; i++)
+            kernels->rows_dot(a + (size_t)(k + 1 + i) * n + k + 1, 1, v, m, beta, &p[i], 1);
+        kernels->rows_dot(v, 1, p, m, 0.5f * beta, &vp, 1);
+        subtract(kernels, vp, v, m, p);
+        for (uint32_t i = 0; i < m; i++) {
+            float *row = a + (size_t)(k + 1 + i) * n + k + 1;
+            subtract(kernels, v[i], p, m, row);
+            subtract(kernels, p[i], v, m, row);
         }
-        if (off <= 1e-12 * diagonal)
-            break;
-        for (uint32_t p = 0; p + 1 < n; p++)
-            for (uint32_t q = p + 1; q < n; q++) {
-                double apq = a[(size_t)p * n + q];
-                if (apq == 0.0)
-                    continue;
-                double tau = ((double)a[(size_t)q * n + q] - a[(size_t)p * n + p]) / (2.0 * apq);
-                double t = (tau >= 0.0 ? 1.0 : -1.0) / (fabs(tau) + sqrt(1.0 + tau * tau));
-                float c = (float)(1.0 / sqrt(1.0 + t * t)), s = (float)(t / sqrt(1.0 + t * t));
-                for (uint32_t i = 0; i < n; i++) {
-                    float x = a[(size_t)i * n + p], y = a[(size_t)i * n + q];
-                    a[(size_t)i * n + p] = c * x - s * y;
-                    a[(size_t)i * n + q] = s * x + c * y;
-                }
-                for (uint32_t i = 0; i < n; i++) {
-                    float x = a[(size_t)p * n + i], y = a[(size_t)q * n + i];
-                    a[(size_t)p * n + i] = c * x - s * y;
-                    a[(size_t)q * n + i] = s * x + c * y;
-                }
-                for (uint32_t i = 0; i < n; i++) {
-                    float x = vectors[(size_t)p * n + i], y = vectors[(size_t)q * n + i];
-                    vectors[(size_t)p * n + i] = c * x - s * y;
-                    vectors[(size_t)q * n + i] = s * x + c * y;
+    }
+    diagonal[n - 1] = a[(size_t)n * n - 1];
+    identity(n, q);
+    for (uint32_t k = n - 1; k-- > 0;) { /* q := H_k q, which is the identity outside rows and columns after k */
+        const float *v = a + (size_t)k * n + k + 1;
+        const uint32_t m = n - k - 1;
+        if (factor[k] == 0.0f)
+            continue;
+        memset(sums, 0, m * sizeof *sums);
+        for (uint32_t i = 0; i < m; i++)
+            kernels->rows_axpy(&v[i], 1, 1, q + (size_t)(k + 1 + i) * n + k + 1, m, sums);
+        for (uint32_t i = 0; i < m; i++)
+            subtract(kernels, factor[k] * v[i], sums, m, q + (size_t)(k + 1 + i) * n + k + 1);
+    }
+}
+
+/* Rows x and y turned: x := c x - s y, y := s x + c y. */
+static void turn_rows(float c, float s, float *x, float *y, uint32_t n)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        const float u = x[i], v = y[i];
+        x[i] = c * u - s * v;
+        y[i] = s * u + c * v;
+    }
+}
+
+/* Diagonal d[n] and e[n - 1] beside it (e[n] scratch) -> eigenvalues in d; rows [n, n] turned along. False: did not converge. */
+static bool iterate(double *d, double *e, uint32_t n, float *rows)
+{
+    e[n - 1] = 0.0;
+    for (uint32_t l = 0; l + 1 < n; l++)
+        for (uint32_t step = 0;; step++) {
+            uint32_t m = l;
+            while (m + 1 < n && fabs(e[m]) > 1e-9 * (fabs(d[m]) + fabs(d[m + 1])))
+                m++;
+            if (m == l)
+                break;
+            if (step == MOST_STEPS)
+                return false;
+            const double half = (d[l + 1] - d[l]) / (2.0 * e[l]), root = hypot(half, 1.0);
+            double g = d[m] - d[l] + e[l] / (half + (half >= 0.0 ? root : -root)), s = 1.0, c = 1.0, p = 0.0;
+            bool split = false;
+            for (uint32_t i = m; i-- > l && !split;) {
+                const double f = s * e[i], b = c * e[i], r = hypot(f, g);
+                e[i + 1] = r;
+                split = r == 0.0;
+                if (split) {
+                    d[i + 1] -= p;
+                } else {
+                    s = f / r;
+                    c = g / r;
+                    g = d[i + 1] - p;
+                    const double t = (d[i] - g) * s + 2.0 * c * b;
+                    p = s * t;
+                    d[i + 1] = g + p;
+                    g = c * t - b;
+                    turn_rows((float)c, (float)s, rows + (size_t)i * n, rows + (size_t)(i + 1) * n, n);
                 }
             }
-    }
-    for (uint32_t i = 0; i < n; i++)
-        values[i] = a[(size_t)i * n + i];
+            if (!split) {
+                d[l] -= p;
+                e[l] = g;
+            }
+            e[m] = 0.0;
+        }
+    return true;
 }
 
-#endif
+void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch)
+{
+    double d[AKV_MAX_HEAD_DIM], e[AKV_MAX_HEAD_DIM];
+    float *q = scratch, most = 0.0f;
+    for (size_t i = 0; i < (size_t)n * n; i++)
+        most = fabsf(a[i]) > most ? fabsf(a[i]) : most;
+    const float down = most > 1e-30f ? 1.0f / most : 0.0f; /* so that no square overflows */
+    for (size_t i = 0; i < (size_t)n * n; i++)
+        a[i] *= down;
+    reduce(a, n, d, e, q, scratch + (size_t)n * n);
+    for (uint32_t i = 0; i < n; i++)
+        for (uint32_t j = 0; j < n; j++)
+            vectors[(size_t)i * n + j] = q[(size_t)j * n + i];
+    if (!iterate(d, e, n, vectors)) /* never seen; the coordinates themselves are a valid, if poorer, basis */
+        identity(n, vectors);
+    for (uint32_t i = 0; i < n; i++)
+        values[i] = (float)(d[i] * most);
+}

@@ -48,10 +48,10 @@ akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, ak
     header.num_anchors = 0;
     AKV_TRY(akv_job_begin(&job, layer, config, &experiment, &header, NULL, &mask, &arena, diag));
     akv_observe(&job);
-    akv_pool_scores(&job, job.S - job.W, SNAPKV_POOL);
     uint32_t *kept = job.anchor_of; /* [H, low] fits into [H, S] */
     for (uint32_t head = 0; head < job.H; head++) {
         uint64_t count = 0;
+        akv_pool_scores(&job, head, job.S - job.W, SNAPKV_POOL);
         akv_take_largest(job.pooled + head * job.S, job.S - job.W, low - job.W, mask);
         memset(mask + (job.S - job.W), 1, job.W);
         for (uint64_t t = 0; t < job.S; t++)

@@ -2,6 +2,7 @@
 /* ladder.c - layout and state of the LADDER coding, and the order of its steps. */
 #include "codec/ladder.h"
 #include "core/slots.h"
+#include "kernels/coder.h"
 #include "kernels/kernels.h"
 
 /* Most of the budget that anchors, and each side's bases, may take: without such caps 40x did not fit at 12,000 tokens. Both
@@ -140,7 +141,9 @@ void akv_ladder_carve(akv_job *job, akv_arena *arena)
         l->distortion[side] = AKV_TAKE(arena, double, H * (levels + 1));
         l->level[side] = AKV_TAKE(arena, uint8_t, H * S);
     }
-    l->cover = AKV_TAKE(arena, float, job->num_slots * AKV_COVER_FLOATS);
+    l->cover_heads = AKV_TAKE(arena, akv_cover_head, H);
+    l->cover = AKV_TAKE(arena, float, H * AKV_SIDES * AKV_COVER_FLOATS);
+    l->cover_units = AKV_TAKE(arena, float, H * AKV_SIDES * AKV_COVER_CANDIDATES * most_dim);
     l->eigen_floats = 4 * most_dim * most_dim + most_dim + akv_eigen_scratch_floats((uint32_t)most_dim);
     l->eigen = AKV_TAKE(arena, float, job->num_slots * l->eigen_floats);
 }
@@ -154,16 +157,15 @@ static void mean_task(void *opaque, size_t task)
     const uint32_t dim = job->header->head_dim[side];
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
-    float *mean = job->mean[side] + (size_t)head * dim;
+    akv_turner turner = akv_turner_begin(s);
+    float *mean = job->mean[side] + (size_t)head * dim, *rows = side == AKV_SIDE_K ? s->pre : s->value;
     double sum[AKV_MAX_HEAD_DIM] = {0}, square[AKV_MAX_HEAD_DIM] = {0};
-    memset(mean, 0, dim * sizeof *mean); /* so that the row below is not centred yet */
-    for (uint64_t t = 0; t < job->S; t++) {
-        akv_anchor_space_row(job, side, head, t, &walk, s->vector);
-        for (uint32_t i = 0; i < dim; i++) {
-            sum[i] += s->vector[i];
-            square[i] += (double)s->vector[i] * s->vector[i];
-        }
+    memset(mean, 0, dim * sizeof *mean); /* so that the rows below are not centred yet */
+    for (uint64_t t0 = 0; t0 < job->S; t0 += AKV_TILE_TOKENS) {
+        const uint32_t n = akv_tile_tokens(t0, job->S);
+        akv_anchor_space_rows(job, side, head, t0, n, &turner, rows);
+        for (uint32_t i = 0; i < n; i++)
+            akv_coder_best()->moments_add(rows + (size_t)i * dim, dim, sum, square);
     }
     uint16_t *stored = (uint16_t *)akv_job_section(job, AKV_SEC_MEAN) + (size_t)head * dim;
     for (uint32_t i = 0; i < dim; i++) {
@@ -188,36 +190,34 @@ static void mean_task(void *opaque, size_t task)
     akv_return_slot(job->slots, slot);
 }
 
-/* The queries that weight the key coordinates, turned to the segment's end, in basis order. */
-static void late_queries(akv_job *job)
+/* The queries that weight the key coordinates, turned to the segment's end, in basis order. Task = head. */
+static void late_queries(void *opaque, size_t task)
 {
+    akv_job *job = opaque;
     akv_ladder *l = job->ladder;
     const akv_layer *layer = job->layer;
-    const uint32_t dk = job->dk, planes = job->header->rotary_dim / 2;
+    const uint32_t dk = job->dk, head = (uint32_t)task, planes = job->header->rotary_dim / 2;
     const bool sampled = layer->sampled.data != NULL && layer->num_sampled > 0;
-    const uint32_t per_head = l->late_rows / job->G;
-    akv_codec_scratch *s = &job->scratch[0];
-    akv_rope_walk walk = akv_rope_walk_begin(layer->rope.inv_freq, planes, s->phase);
-    for (uint32_t head = 0; head < job->H; head++) {
-        double sum = 0.0;
-        for (uint32_t r = 0; r < job->rows; r++) {
-            const float *q = job->queries + ((size_t)head * job->rows + r) * dk;
-            sum += akv_dot_f32(q, q, dk);
-        }
-        l->query_sq[head] = sum / job->rows;
-        for (uint32_t r = 0; r < l->late_rows; r++) {
-            const uint32_t m = r % per_head;
-            const int64_t q_head = (int64_t)head * job->G + r / per_head;
-            float *out = l->late + ((size_t)head * l->late_rows + r) * dk;
-            akv_tensor_row(sampled ? &layer->sampled : &layer->queries, q_head, m, dk, s->vector);
-            if (sampled && planes > 0) {
-                akv_rope_walk_to(&walk, (int64_t)job->header->last_position - layer->sampled_positions[m]);
-                akv_rope_turn(s->vector, dk, layer->rope.rotary_dim, layer->rope.style, walk.cosine, walk.sine, 1, 1.0, s->vector);
-            }
-            for (uint32_t i = 0; i < dk; i++)
-                out[i] = s->vector[l->coords[AKV_SIDE_K][i]];
-        }
+    const uint32_t per_head = l->late_rows / job->G, slot = akv_claim_slot(job->slots, job->num_slots);
+    akv_codec_scratch *s = &job->scratch[slot];
+    akv_turner turner = akv_turner_begin(s);
+    double sum = 0.0;
+    for (uint32_t r = 0; r < job->rows; r++) {
+        const float *q = job->queries + ((size_t)head * job->rows + r) * dk;
+        sum += akv_dot_f32(q, q, dk);
     }
+    l->query_sq[head] = sum / job->rows;
+    for (uint32_t r = 0; r < l->late_rows; r++) {
+        const uint32_t m = r % per_head;
+        const int64_t q_head = (int64_t)head * job->G + r / per_head;
+        float *out = l->late + ((size_t)head * l->late_rows + r) * dk;
+        akv_tensor_row(sampled ? &layer->sampled : &layer->queries, q_head, m, dk, s->vector);
+        if (sampled && planes > 0)
+            akv_turn_row(job, &turner, (int64_t)job->header->last_position - layer->sampled_positions[m], 1, 1.0, s->vector, s->vector);
+        for (uint32_t i = 0; i < dk; i++)
+            out[i] = s->vector[l->coords[AKV_SIDE_K][i]];
+    }
+    akv_return_slot(job->slots, slot);
 }
 
 void akv_ladder_begin(akv_job *job)
@@ -227,7 +227,7 @@ void akv_ladder_begin(akv_job *job)
                (size_t)(job->H * job->num_ranges) * job->header->head_dim[side] * job->header->head_dim[side] * sizeof(float));
     memcpy(akv_job_section(job, AKV_SEC_COORDS), job->ladder->coords[AKV_SIDE_K], job->dk * sizeof(uint16_t));
     akv_parallel_for(job->config->executor, mean_task, job, (size_t)job->H * 2);
-    late_queries(job);
+    akv_parallel_for(job->config->executor, late_queries, job, job->H);
 }
 
 void akv_ladder_finish(akv_job *job)

@@ -17,7 +17,19 @@ typedef struct akv_hull {
 #define AKV_COVER_BATCH 32u
 #define AKV_COVER_CANDIDATES 128u
 #define AKV_COVER_JUDGES 2048u
-#define AKV_COVER_FLOATS ((size_t)AKV_SIDES * AKV_COVER_JUDGES * (AKV_COVER_CANDIDATES + 1))
+#define AKV_COVER_FLOATS ((size_t)AKV_COVER_JUDGES * (AKV_COVER_CANDIDATES + 1))
+
+/* coverage.c: how far a head is. */
+typedef struct akv_cover_head {
+    akv_rng rng;
+    uint8_t *mask;              /* [S]: earlier tokens that are anchors */
+    uint64_t need;              /* anchors still to be found */
+    uint64_t next;              /* given anchors before this token have been looked at */
+    bool weighed;
+    double weight[AKV_SIDES];   /* 1 / energy of the side */
+    uint32_t num_units;         /* tokens of the current batch */
+    uint64_t tokens[AKV_COVER_CANDIDATES];
+} akv_cover_head;
 
 /* centroids.c: per anchor the sum of its members [dim], their energy and their number. */
 #define AKV_REFINE_FLOATS(k, dim) ((uint64_t)(k) * ((dim) + 2))
@@ -40,7 +52,9 @@ typedef struct akv_ladder {
     double *distortion[AKV_SIDES];   /* [H, levels + 1] share of the utility that stays */
     uint8_t *level[AKV_SIDES];    /* [H, S] chosen level */
     akv_hull *hulls;              /* [H, sides] */
-    float *cover;                 /* per slot: AKV_COVER_FLOATS */
+    akv_cover_head *cover_heads;  /* [H] */
+    float *cover;                 /* [H, sides]: AKV_COVER_FLOATS */
+    float *cover_units;           /* [H, sides, candidates, largest dim] */
     float *eigen;                 /* per slot: scratch of the eigenvector solver */
     uint64_t eigen_floats;
 } akv_ladder;
@@ -61,10 +75,10 @@ void akv_ladder_begin(akv_job *job); /* means, late queries */
 void akv_ladder_finish(akv_job *job); /* bases, tables, levels, codes */
 
 /*
- * coverage.c: mark `need` more earlier tokens of a head (mask [S - W] marks those taken) so that every direction of centred
- * keys and of values has an anchor near it.
+ * coverage.c: for every head mark cover_heads[head].need more earlier tokens (mask marks those taken already), so that every
+ * direction of centred keys and of values has an anchor near it.
  */
-void akv_cover_directions(akv_job *job, uint32_t head, uint8_t *mask, uint64_t need, akv_rng *rng);
+void akv_cover_directions(akv_job *job);
 
 /*
  * centroids.c: after akv_choose_anchors, turn each free anchor into the direction that explains most of the tokens nearest to it
@@ -92,7 +106,7 @@ void akv_ladder_code(akv_job *job);
 /* A view of the segment being written. */
 akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head);
 
-/* Eigenvalues (ascending) and eigenvectors (rows) of the symmetric a [n, n], which is overwritten; LAPACK or Jacobi. */
+/* Eigenvalues and eigenvectors (rows, in the same order) of the symmetric a [n, n], n >= 1, which is overwritten. */
 void akv_eigen_symmetric(float *a, uint32_t n, float *values, float *vectors, float *scratch);
 uint64_t akv_eigen_scratch_floats(uint32_t n);
 

@@ -3,37 +3,47 @@
 #include "codec/ladder.h"
 
 #include "core/slots.h"
+#include "kernels/coder.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix.h"
 
-/* Number of the nearest level of an n-bit Lloyd-Max quantiser, ascending, and the level itself. */
-static uint32_t quantise(float x, uint32_t width, float *level)
+/* A level's coordinates in the order of the coder's lanes, padding included. */
+typedef struct lane_list {
+    akv_coder_lanes lanes;
+    uint32_t count;                                /* lanes in all */
+    uint32_t coordinates;                          /* those that are no padding */
+    uint16_t lane[AKV_MAX_HEAD_DIM];               /* of the level's coordinate i */
+    uint16_t coord[AKV_MAX_HEAD_DIM + 48];         /* of lane j; padding: any */
+    float inverse_sigma[AKV_MAX_HEAD_DIM + 48];    /* 0 for padding */
+    float sigma_sq[AKV_MAX_HEAD_DIM + 48];
+} lane_list;
+
+static void make_lanes(const akv_level_list *list, const float *sigma, lane_list *out)
 {
-    const uint32_t half = width == 2 ? 2 : 8;
-    const float m = fabsf(x);
-    uint32_t i = 0;
-    if (width == 1) {
-        *level = akv_level_value(x < 0.0f ? 0 : 1, 1);
-        return x < 0.0f ? 0 : 1;
+    uint32_t at = 0;
+    out->count = 0;
+    out->coordinates = list->count;
+    for (int kind = 0; kind < 3; kind++) {
+        const uint32_t vectors = (list->by_width[kind] + AKV_CODER_LANES - 1) / AKV_CODER_LANES;
+        out->lanes.by_width[kind] = vectors;
+        for (uint32_t j = 0; j < vectors * AKV_CODER_LANES; j++, out->count++) {
+            const bool real = j < list->by_width[kind];
+            const uint32_t coord = real ? list->coord[at] : 0;
+            out->coord[out->count] = (uint16_t)coord;
+            out->inverse_sigma[out->count] = real ? 1.0f / sigma[coord] : 0.0f;
+            out->sigma_sq[out->count] = real ? sigma[coord] * sigma[coord] : 0.0f;
+            if (real)
+                out->lane[at++] = (uint16_t)out->count;
+        }
     }
-    while (i + 1 < half && m >= 0.5f * (akv_level_value(half + i, width) + akv_level_value(half + i + 1, width)))
-        i++;
-    const uint32_t number = x < 0.0f ? half - 1 - i : half + i;
-    *level = akv_level_value(number, width);
-    return number;
 }
 
-/* Squared error of the vector x [count] (in units of sigma) coded with a gain; *best = the gain that fits its codes best. */
-static double coded_error(const float *x, const float *sigma_sq, const akv_level_list *list, double gain, double *best)
+/* Squared error of the vector x (in units of sigma) coded with a gain; *best = the gain that fits its codes best. */
+static double coded_error(const float *x, const lane_list *list, double gain, double *best)
 {
-    double xc = 0.0, cc = 0.0, xx = 0.0;
-    const float inverse = (float)(1.0 / gain);
-    for (uint32_t i = 0; i < list->count; i++) {
-        float level;
-        quantise(x[i] * inverse, list->width[i], &level);
-        xx += (double)x[i] * x[i] * sigma_sq[i];
-        xc += (double)x[i] * level * sigma_sq[i];
-        cc += (double)level * level * sigma_sq[i];
-    }
+    float sums[3];
+    akv_coder_best()->coded_sums(x, list->sigma_sq, &list->lanes, (float)(1.0 / gain), sums);
+    const double xx = sums[0], xc = sums[1], cc = sums[2];
     *best = cc > 0.0 ? xc / cc : 1.0;
     return xx - gain * (2.0 * xc - gain * cc);
 }
@@ -49,18 +59,18 @@ static uint32_t nearest_gain(double gain)
  * if that codes it better. Without the neighbours alternating between codes and gains stops beside the best of the grid
  * (0.4 to 4 % more squared error).
  */
-static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_list *list)
+static uint32_t gain_of(const float *x, const lane_list *list)
 {
-    double square = 0.0, gain, least;
-    for (uint32_t i = 0; i < list->count; i++)
-        square += (double)x[i] * x[i];
-    coded_error(x, sigma_sq, list, akv_gain_value(nearest_gain(list->count > 0 ? sqrt(square / list->count) : 1.0)), &gain);
+    double gain, least;
+    float square;
+    akv_coder_best()->squares(x, 1, list->count, NULL, &square);
+    coded_error(x, list, akv_gain_value(nearest_gain(list->coordinates > 0 ? sqrt((double)square / list->coordinates) : 1.0)), &gain);
     const uint32_t middle = nearest_gain(gain);
     uint32_t code = middle;
-    least = coded_error(x, sigma_sq, list, akv_gain_value(middle), &gain);
+    least = coded_error(x, list, akv_gain_value(middle), &gain);
     for (int step = -1; step <= 1; step += 2)
         for (uint32_t next = middle + (uint32_t)step; next < AKV_GAIN_CODES; next += (uint32_t)step) {
-            double error = coded_error(x, sigma_sq, list, akv_gain_value(next), &gain);
+            double error = coded_error(x, list, akv_gain_value(next), &gain);
             if (!(error < least))
                 break;
             least = error;
@@ -77,47 +87,82 @@ static void put_bits(uint8_t *out, uint64_t bit, uint32_t value)
         out[(bit >> 3) + 1] |= (uint8_t)high;
 }
 
-/* r [dim] -> coordinates of the transform. */
-static void transform(const akv_job *job, int side, uint32_t head, const float *r, float *z)
+/* Residuals of n <= AKV_TILE_TOKENS tokens -> coordinates of the transform [n, coords] in s->sims. */
+static void transform(const akv_job *job, int side, uint32_t head, uint64_t t0, const uint16_t *tokens, uint32_t n,
+                      akv_turner *turner, akv_codec_scratch *s)
 {
     const akv_ladder *l = job->ladder;
     const akv_header *h = job->header;
-    const uint32_t n = h->basis_dim[side], cols = h->basis_cols[side], dim = h->head_dim[side];
-    float ordered[AKV_MAX_HEAD_DIM];
-    for (uint32_t i = 0; i < dim; i++)
-        ordered[i] = r[l->coords[side][i]];
-    for (uint32_t c = 0; c < cols; c++)
-        z[c] = akv_dot_f32(l->basis[side] + ((size_t)head * cols + c) * n, ordered, n);
-    for (uint32_t i = n; i < dim; i++)
-        z[cols + i - n] = ordered[i];
+    const uint32_t under = h->basis_dim[side], cols = h->basis_cols[side], dim = h->head_dim[side], coords = akv_num_coords(h, side);
+    float *rows = side == AKV_SIDE_K ? s->pre : s->value; /* [n, under] */
+    for (uint32_t r = 0; r < n; r++) {
+        akv_residual_of(job, side, head, t0 + tokens[r], turner, s->vector);
+        for (uint32_t i = 0; i < under; i++)
+            rows[(size_t)r * under + i] = s->vector[l->coords[side][i]];
+        for (uint32_t i = under; i < dim; i++)
+            s->sims[(size_t)r * coords + cols + i - under] = s->vector[l->coords[side][i]];
+    }
+    akv_gemm_nt(n, cols, under, rows, under, l->basis[side] + (size_t)head * cols * under, under, s->sims, coords);
+}
+
+/* 16 numbers of 4, 2 or 1 bits, packed upwards. */
+static void pack_numbers(const uint8_t *numbers, uint32_t width, uint8_t *out)
+{
+    for (int half = 0; half < 2; half++) {
+        uint64_t v = 0;
+        for (int b = 7; b >= 0; b--)
+            v = v << 8 | numbers[half * 8 + b];
+        if (width == 4) {
+            v = (v | v >> 4) & 0x00ff00ff00ff00ffu;
+            v = (v | v >> 8) & 0x0000ffff0000ffffu;
+            v = (v | v >> 16) & 0xffffffffu;
+        } else if (width == 2) {
+            v = (v | v >> 6) & 0x000f000f000f000fu;
+            v = (v | v >> 12) & 0x000000ff000000ffu;
+            v = (v | v >> 24) & 0xffffu;
+        } else {
+            v = (v | v >> 7) & 0x0003000300030003u;
+            v = (v | v >> 14) & 0x0000000f0000000fu;
+            v = (v | v >> 28) & 0xffu;
+        }
+        for (uint32_t b = 0; b < width; b++)
+            *out++ = (uint8_t)(v >> (8 * b));
+    }
 }
 
 /* One run: tokens t0 + list[0..n) of one level -> out. */
 static void code_run(akv_job *job, int side, uint32_t head, uint64_t t0, const uint16_t *tokens, uint32_t n,
-                     const akv_level_list *list, akv_rope_walk *walk, akv_codec_scratch *s, uint8_t *out)
+                     const akv_level_list *list, akv_turner *turner, akv_codec_scratch *s, uint8_t *out)
 {
-    const float *sigma = job->ladder->sigma[side] + (size_t)head * akv_num_coords(job->header, side);
-    float z[AKV_MAX_HEAD_DIM], x[AKV_MAX_HEAD_DIM], sigma_sq[AKV_MAX_HEAD_DIM];
+    const uint32_t coords = akv_num_coords(job->header, side);
+    const akv_coder_kernels *kernels = akv_coder_best();
+    float x[AKV_MAX_HEAD_DIM + 48];
+    uint8_t numbers[(AKV_MAX_HEAD_DIM + 48) * AKV_GROUP_LANES]; /* [lanes, residual of the group] */
     uint8_t *groups = out + (n + 1) / 2;
-    for (uint32_t i = 0; i < list->count; i++)
-        sigma_sq[i] = sigma[list->coord[i]] * sigma[list->coord[i]];
+    lane_list lanes;
+    make_lanes(list, job->ladder->sigma[side] + (size_t)head * coords, &lanes);
     for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
-        uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES;
+        const uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES, in_tile = at % AKV_TILE_TOKENS;
+        if (in_tile == 0)
+            transform(job, side, head, t0, tokens + at, n - at < AKV_TILE_TOKENS ? n - at : AKV_TILE_TOKENS, turner, s);
         for (uint32_t r = 0; r < g; r++) {
-            akv_residual_of(job, side, head, t0 + tokens[at + r], walk, s->vector);
-            transform(job, side, head, s->vector, z);
-            for (uint32_t i = 0; i < list->count; i++)
-                x[i] = z[list->coord[i]] / sigma[list->coord[i]];
-            uint32_t code = gain_of(x, sigma_sq, list);
+            const float *z = s->sims + (size_t)(in_tile + r) * coords;
+            for (uint32_t j = 0; j < lanes.count; j++)
+                x[j] = z[lanes.coord[j]] * lanes.inverse_sigma[j];
+            const uint32_t code = gain_of(x, &lanes);
             out[(at + r) / 2] |= (uint8_t)(code << ((at + r) % 2 * 4));
-            float inverse = 1.0f / akv_gain_value(code);
-            uint64_t bit = 0;
-            for (uint32_t i = 0; i < list->count; i++) {
-                float level;
-                uint32_t number = quantise(x[i] * inverse, list->width[i], &level);
-                put_bits(groups, bit + (uint64_t)r * list->width[i], number);
-                bit += (uint64_t)g * list->width[i];
-            }
+            kernels->code_numbers(x, &lanes.lanes, 1.0f / akv_gain_value(code), numbers + r, AKV_GROUP_LANES);
+        }
+        uint64_t bit = 0;
+        for (uint32_t i = 0; i < list->count; i++) {
+            const uint8_t *of = numbers + (size_t)lanes.lane[i] * AKV_GROUP_LANES;
+            const uint32_t width = list->width[i];
+            if (g == AKV_GROUP_LANES)
+                pack_numbers(of, width, groups + bit / 8);
+            else
+                for (uint32_t r = 0; r < g; r++)
+                    put_bits(groups, bit + (uint64_t)r * width, of[r]);
+            bit += (uint64_t)g * width;
         }
         groups += ((uint64_t)g * list->bits + 7) / 8;
     }
@@ -158,7 +203,7 @@ static void code_task(void *opaque, size_t task)
         return;
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_turner turner = akv_turner_begin(s);
     akv_ladder_view view = akv_ladder_writer_view(job, side, head);
     uint16_t tokens[AKV_BLOCK_TOKENS];
     uint32_t first[AKV_MAX_LEVELS + 2];
@@ -170,7 +215,7 @@ static void code_task(void *opaque, size_t task)
             continue;
         akv_level_list list;
         akv_ladder_list(&view, l, &list);
-        code_run(job, side, head, t0, tokens + first[l], count, &list, &walk, s, out);
+        code_run(job, side, head, t0, tokens + first[l], count, &list, &turner, s, out);
         out += akv_run_bytes(count, list.bits);
     }
     akv_return_slot(job->slots, slot);

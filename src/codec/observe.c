@@ -5,43 +5,26 @@
  */
 #include "codec/codec.h"
 #include "core/slots.h"
+#include "kernels/coder.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix.h"
 
 void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *keys, float *logits)
 {
     const float scale = (float)job->layer->sm_scale, cap = (float)job->layer->logit_softcap;
     akv_gemm_nt(job->rows, n, job->dk, job->queries + (size_t)head * job->rows * job->dk, job->dk, keys, job->dk, logits,
                 AKV_TILE_STRIDE);
+    const akv_kernels *kernels = akv_kernels_best();
     for (uint32_t r = 0; r < job->rows; r++) {
         float *l = logits + (size_t)r * AKV_TILE_STRIDE;
-        for (uint32_t i = 0; i < n; i++)
-            l[i] *= scale;
+        kernels->scale_max(l, n, scale, -INFINITY);
         if (cap != 0.0f)
             for (uint32_t i = 0; i < n; i++)
                 l[i] = cap * tanhf(l[i] / cap);
-        uint64_t last = job->S - job->W + r % job->W; /* the row's own token */
-        for (uint32_t i = 0; i < n; i++)
-            if (t0 + i > last)
-                l[i] = -INFINITY;
+        const uint64_t seen = job->S - job->W + r % job->W + 1; /* up to the row's own token */
+        for (uint64_t i = seen > t0 ? seen - t0 : 0; i < n; i++)
+            l[i] = -INFINITY;
     }
-}
-
-static void load_tile(const akv_tensor *t, uint32_t head, uint64_t t0, uint32_t n, uint32_t dim, float *out)
-{
-    for (uint32_t i = 0; i < n; i++)
-        akv_tensor_row(t, head, (int64_t)(t0 + i), dim, out + (size_t)i * dim);
-}
-
-static uint32_t tile_tokens(uint64_t t0, uint64_t end)
-{
-    return (uint32_t)(end - t0 < AKV_TILE_TOKENS ? end - t0 : AKV_TILE_TOKENS);
-}
-
-static void range_of(const akv_job *job, size_t task, uint32_t *head, uint64_t *begin, uint64_t *end)
-{
-    *head = (uint32_t)(task / job->num_ranges);
-    *begin = task % job->num_ranges * AKV_RANGE_TOKENS;
-    *end = job->S - *begin < AKV_RANGE_TOKENS ? job->S : *begin + AKV_RANGE_TOKENS;
 }
 
 static void statistics_task(void *opaque, size_t task)
@@ -51,15 +34,15 @@ static void statistics_task(void *opaque, size_t task)
     akv_codec_scratch *s = &job->scratch[slot];
     const akv_kernels *kernels = akv_kernels_best();
     uint64_t begin, end;
-    range_of(job, task, &head, &begin, &end);
+    akv_range_of(job, task, &head, &begin, &end);
     float *max = job->part_max + task * job->rows, *sum = job->part_sum + task * job->rows;
     for (uint32_t r = 0; r < job->rows; r++) {
         max[r] = -INFINITY;
         sum[r] = 0.0f;
     }
     for (uint64_t t0 = begin; t0 < end; t0 += AKV_TILE_TOKENS) {
-        uint32_t n = tile_tokens(t0, end);
-        load_tile(&job->layer->keys, head, t0, n, job->dk, s->post);
+        uint32_t n = akv_tile_tokens(t0, end);
+        akv_load_rows(&job->layer->keys, head, t0, n, job->dk, s->post);
         akv_observed_logits(job, head, t0, n, s->post, s->logits);
         for (uint32_t r = 0; r < job->rows; r++) {
             float *l = s->logits + (size_t)r * AKV_TILE_STRIDE, m = kernels->scale_max(l, n, 1.0f, max[r]);
@@ -79,24 +62,21 @@ static void scores_task(void *opaque, size_t task)
     akv_codec_scratch *s = &job->scratch[slot];
     const akv_kernels *kernels = akv_kernels_best();
     uint64_t begin, end;
-    range_of(job, task, &head, &begin, &end);
+    akv_range_of(job, task, &head, &begin, &end);
     const float *max = job->max + (size_t)head * job->rows, *inverse = job->inverse + (size_t)head * job->rows;
     float *out = job->part_out + task * job->rows * job->dv;
     memset(out, 0, (size_t)job->rows * job->dv * sizeof *out);
     for (uint64_t t0 = begin; t0 < end; t0 += AKV_TILE_TOKENS) {
-        uint32_t n = tile_tokens(t0, end);
+        uint32_t n = akv_tile_tokens(t0, end);
         float *score = job->score + head * job->S + t0;
-        load_tile(&job->layer->keys, head, t0, n, job->dk, s->post);
-        load_tile(&job->layer->values, head, t0, n, job->dv, s->value);
+        akv_load_rows(&job->layer->keys, head, t0, n, job->dk, s->post);
+        akv_load_rows(&job->layer->values, head, t0, n, job->dv, s->value);
         akv_observed_logits(job, head, t0, n, s->post, s->logits);
         memset(score, 0, n * sizeof *score);
         for (uint32_t r = 0; r < job->rows; r++) {
             float *l = s->logits + (size_t)r * AKV_TILE_STRIDE;
             kernels->exp_sum(l, n, max[r]);
-            for (uint32_t i = 0; i < n; i++) {
-                l[i] *= inverse[r];
-                score[i] += l[i];
-            }
+            akv_coder_best()->scale_add(l, n, inverse[r], score);
         }
         for (uint32_t i = 0; i < n; i++)
             score[i] /= (float)job->G;
@@ -143,19 +123,17 @@ void akv_observe(akv_job *job)
         }
 }
 
-void akv_pool_scores(akv_job *job, uint64_t n, uint32_t width)
+void akv_pool_scores(akv_job *job, uint32_t head, uint64_t n, uint32_t width)
 {
     const int64_t half = width / 2;
-    for (uint32_t head = 0; head < job->H; head++) {
-        const float *score = job->score + head * job->S;
-        float *pooled = job->pooled + head * job->S;
-        for (int64_t i = 0; i < (int64_t)n; i++) {
-            int64_t from = i - half < 0 ? 0 : i - half, to = i + half >= (int64_t)n ? (int64_t)n - 1 : i + half;
-            double sum = 0.0;
-            for (int64_t j = from; j <= to; j++)
-                sum += score[j];
-            sum /= width; /* also at the borders: padded with zeros */
-            pooled[i] = sum >= 0.0 ? (float)sum : 0.0f; /* NaN from absurdly large inputs ranks last */
-        }
+    const float *score = job->score + head * job->S;
+    float *pooled = job->pooled + head * job->S;
+    for (int64_t i = 0; i < (int64_t)n; i++) {
+        int64_t from = i - half < 0 ? 0 : i - half, to = i + half >= (int64_t)n ? (int64_t)n - 1 : i + half;
+        double sum = 0.0;
+        for (int64_t j = from; j <= to; j++)
+            sum += score[j];
+        sum /= width; /* also at the borders: padded with zeros */
+        pooled[i] = sum >= 0.0 ? (float)sum : 0.0f; /* NaN from absurdly large inputs ranks last */
     }
 }

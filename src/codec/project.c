@@ -9,44 +9,9 @@
 #include "codec/ladder.h"
 #include "core/ladder.h"
 #include "core/slots.h"
+#include "kernels/coder.h"
 #include "kernels/kernels.h"
-
-#define LANES 16u
-
-static bool pre_rope(const akv_job *job)
-{
-    return job->header->rotary_dim != 0 && job->experiment->anchor_space == AKV_ANCHOR_PRE_ROPE;
-}
-
-void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out)
-{
-    const akv_layer *layer = job->layer;
-    if (side == AKV_SIDE_V) {
-        akv_tensor_row(&layer->values, head, (int64_t)token, job->dv, out);
-        return;
-    }
-    akv_tensor_row(&layer->keys, head, (int64_t)token, job->dk, out);
-    if (pre_rope(job)) {
-        akv_rope_walk_to(walk, akv_position_of(layer, token));
-        akv_rope_turn(out, job->dk, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, -1,
-                      1.0 / layer->rope.magnitude, out);
-    }
-    if (job->mean[AKV_SIDE_K] != NULL) {
-        const float *mean = job->mean[AKV_SIDE_K] + (size_t)head * job->dk;
-        for (uint32_t i = 0; i < job->dk; i++)
-            out[i] -= mean[i];
-    }
-}
-
-/* A residual in anchor space -> as the queries meet it. In place. */
-static void turn_residual(const akv_job *job, uint64_t token, akv_rope_walk *walk, float *r)
-{
-    const akv_layer *layer = job->layer;
-    if (!pre_rope(job))
-        return;
-    akv_rope_walk_to(walk, akv_position_of(layer, token));
-    akv_rope_turn(r, job->dk, layer->rope.rotary_dim, layer->rope.style, walk->cosine, walk->sine, 1, layer->rope.magnitude, r);
-}
+#include "kernels/matrix.h"
 
 /* ------------------------------------------------------------------------------------------------------- storing */
 
@@ -136,13 +101,13 @@ static void store_anchors_task(void *opaque, size_t task)
     const uint32_t *anchor_of = job->anchor_of + head * job->S;
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_turner turner = akv_turner_begin(s);
     for (uint64_t t = 0; t < job->S; t++) {
         if (anchor_of[t] == 0)
             continue;
         uint32_t a = anchor_of[t] - 1;
         float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
-        akv_anchor_space_row(job, side, head, t, &walk, anchor);
+        akv_anchor_space_row(job, side, head, t, &turner, anchor);
         store_anchor(job, side, head, a, anchor);
         akv_unit_of(anchor, dim, job->unit[side] + ((size_t)head * job->k + a) * dim);
     }
@@ -158,58 +123,13 @@ static void store_anchors_task(void *opaque, size_t task)
 
 /* ---------------------------------------------------------------------------------------------------- projecting */
 
-static float norm_of(const float *x, uint32_t dim)
-{
-    double sum = 0.0;
-    for (uint32_t i = 0; i < dim; i++)
-        sum += (double)x[i] * x[i];
-    return (float)sqrt(sum);
-}
-
-/* The entry of x[0..n) that is largest in size, if larger than *have: -> *have, and first + its number -> *number. */
-static void largest(const float *x, uint32_t n, uint32_t first, float *have, uint32_t *number)
-{
-    float best[LANES], most = fabsf(*have);
-    uint32_t at[LANES] = {0}, found = UINT32_MAX;
-    for (uint32_t j = 0; j < LANES; j++)
-        best[j] = -1.0f;
-    for (uint32_t a = 0; a + LANES <= n; a += LANES) /* lanes, so that compilers vectorise it */
-        for (uint32_t j = 0; j < LANES; j++) {
-            float size = fabsf(x[a + j]);
-            at[j] = size > best[j] ? a : at[j];
-            best[j] = size > best[j] ? size : best[j];
-        }
-    for (uint32_t j = 0; j < LANES; j++) /* of equal ones the first */
-        if (n >= LANES && (best[j] > most || (best[j] == most && found != UINT32_MAX && at[j] + j < found))) {
-            most = best[j];
-            found = at[j] + j;
-        }
-    for (uint32_t a = n / LANES * LANES; a < n; a++)
-        if (fabsf(x[a]) > most) {
-            most = fabsf(x[a]);
-            found = a;
-        }
-    if (found != UINT32_MAX) {
-        *have = x[found];
-        *number = first + found;
-    }
-}
-
 void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
                          uint32_t *nearest, float *along)
 {
     const uint32_t dim = job->header->head_dim[side];
-    const float *unit = job->unit[side] + (size_t)head * job->k * dim;
-    for (uint32_t i = 0; i < n; i++) {
-        along[i] = 0.0f;
-        nearest[i] = 0;
-    }
-    for (uint32_t a0 = 0; a0 < job->k; a0 += AKV_ANCHOR_TILE) {
-        uint32_t na = job->k - a0 < AKV_ANCHOR_TILE ? job->k - a0 : AKV_ANCHOR_TILE;
-        akv_gemm_nt(n, na, dim, rows, dim, unit + (size_t)a0 * dim, dim, s->sims, AKV_ANCHOR_TILE);
-        for (uint32_t i = 0; i < n; i++)
-            largest(s->sims + (size_t)i * AKV_ANCHOR_TILE, na, a0, &along[i], &nearest[i]);
-    }
+    const akv_matrix_kernels *kernels = akv_matrix_best();
+    kernels->transpose(rows, dim, n, dim, s->sims, AKV_TILE_TOKENS);
+    kernels->nearest(job->unit[side] + (size_t)head * job->k * dim, job->k, dim, s->sims, AKV_TILE_TOKENS, n, nearest, along);
 }
 
 /*
@@ -220,27 +140,26 @@ static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uin
 {
     const uint32_t dim = job->header->head_dim[side];
     const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
+    const akv_kernels *kernels = akv_kernels_best();
     uint32_t nearest[AKV_TILE_TOKENS];
+    float square[AKV_TILE_TOKENS];
     akv_nearest_anchors(job, side, head, n, rows, s, nearest, s->best);
+    akv_coder_best()->squares(rows, n, dim, NULL, square);
     for (uint32_t i = 0; i < n; i++) {
         float *x = rows + (size_t)i * dim;
         uint32_t own = job->anchor_of[head * job->S + t0 + i];
-        float norm = norm_of(x, dim);
-        s->best[i] = norm > 0.0f ? fabsf(s->best[i]) / norm : 1.0f;
+        s->best[i] = square[i] > 0.0f ? fabsf(s->best[i]) / sqrtf(square[i]) : 1.0f;
         if (own != 0) { /* exact up to the anchor's own rounding, which residuals do not mend */
             nearest[i] = own - 1;
             store_coefficient(job, side, head, t0 + i, 1.0f, true);
             memset(x, 0, dim * sizeof *x);
         } else {
             const float *a = anchors + (size_t)nearest[i] * dim;
-            double xa = 0.0, aa = 0.0;
-            for (uint32_t d = 0; d < dim; d++) {
-                xa += (double)x[d] * a[d];
-                aa += (double)a[d] * a[d];
-            }
-            float gamma = store_coefficient(job, side, head, t0 + i, aa > 0.0 ? (float)(xa / aa) : 0.0f, false);
-            for (uint32_t d = 0; d < dim; d++)
-                x[d] -= gamma * a[d];
+            float xa, aa;
+            kernels->rows_dot(x, 1, a, dim, 1.0f, &xa, 1);
+            kernels->rows_dot(a, 1, a, dim, 1.0f, &aa, 1);
+            const float minus = -store_coefficient(job, side, head, t0 + i, aa > 0.0f ? xa / aa : 0.0f, false);
+            kernels->rows_axpy(&minus, 1, 1, a, dim, x);
         }
         set_index(job, side, head, t0 + i, nearest[i]);
     }
@@ -303,25 +222,24 @@ static void project_task(void *opaque, size_t task)
 {
     akv_job *job = opaque;
     const akv_layer *layer = job->layer;
-    const uint32_t head = (uint32_t)(task / job->num_ranges), dk = job->dk, dv = job->dv;
-    const uint64_t begin = task % job->num_ranges * AKV_RANGE_TOKENS;
-    const uint64_t end = job->S - begin < AKV_RANGE_TOKENS ? job->S : begin + AKV_RANGE_TOKENS;
+    const uint32_t dk = job->dk, dv = job->dv;
+    uint32_t head;
+    uint64_t begin, end;
+    akv_range_of(job, task, &head, &begin, &end);
+    const akv_coder_kernels *kernels = akv_coder_best();
     const float *queries = job->queries + (size_t)head * job->rows * dk, *outputs = job->output + (size_t)head * job->rows * dv;
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_turner turner = akv_turner_begin(s);
     akv_rng rng = akv_rng_stream(job->seed, AKV_RNG_RANK, task);
     float value_sq[AKV_TILE_TOKENS], residual_sq[AKV_SIDES][AKV_TILE_TOKENS], cosine[AKV_SIDES][AKV_TILE_TOKENS];
 
     for (uint64_t t0 = begin; t0 < end; t0 += AKV_TILE_TOKENS) {
-        uint32_t n = (uint32_t)(end - t0 < AKV_TILE_TOKENS ? end - t0 : AKV_TILE_TOKENS);
+        const uint32_t n = akv_tile_tokens(t0, end);
         float *rank[AKV_SIDES] = {job->rank[0] + head * job->S + t0, job->rank[1] + head * job->S + t0};
-        for (uint32_t i = 0; i < n; i++) {
-            akv_tensor_row(&layer->keys, head, (int64_t)(t0 + i), dk, s->post + (size_t)i * dk);
-            akv_anchor_space_row(job, AKV_SIDE_K, head, t0 + i, &walk, s->pre + (size_t)i * dk);
-            akv_tensor_row(&layer->values, head, (int64_t)(t0 + i), dv, s->value + (size_t)i * dv);
-            value_sq[i] = akv_dot_f32(s->value + (size_t)i * dv, s->value + (size_t)i * dv, dv);
-        }
+        akv_anchor_space_rows(job, AKV_SIDE_K, head, t0, n, &turner, s->pre);
+        akv_load_rows(&layer->values, head, t0, n, dv, s->value);
+        kernels->squares(s->value, n, dv, NULL, value_sq);
         akv_gemm_nt(job->rows, n, dv, outputs, dv, s->value, dv, s->cross, AKV_TILE_STRIDE);
         if (job->ladder != NULL)
             akv_ladder_value_deviation(job, head, t0, n, s->value);
@@ -330,18 +248,17 @@ static void project_task(void *opaque, size_t task)
         memcpy(cosine[AKV_SIDE_K], s->best, n * sizeof(float));
         project_tile(job, AKV_SIDE_V, head, t0, n, s->value, s);
         memcpy(cosine[AKV_SIDE_V], s->best, n * sizeof(float));
-        for (uint32_t i = 0; i < n; i++) {
-            float *r_k = s->pre + (size_t)i * dk, *r_v = s->value + (size_t)i * dv;
-            turn_residual(job, t0 + i, &walk, r_k);
-            residual_sq[AKV_SIDE_K][i] = akv_dot_f32(r_k, r_k, dk);
-            residual_sq[AKV_SIDE_V][i] = akv_dot_f32(r_v, r_v, dv);
-        }
+        for (uint32_t i = 0; i < n; i++)
+            akv_turn_residual(job, t0 + i, &turner, s->pre + (size_t)i * dk);
+        kernels->squares(s->pre, n, dk, NULL, residual_sq[AKV_SIDE_K]);
+        kernels->squares(s->value, n, dv, NULL, residual_sq[AKV_SIDE_V]);
         akv_gemm_nt(job->rows, n, dk, queries, dk, s->pre, dk, s->errors, AKV_TILE_STRIDE);
         if (job->ladder != NULL) {
             akv_ladder_second_moments(job, task, n, s->pre, s->value);
             akv_ladder_utilities(job, head, t0, n, residual_sq[AKV_SIDE_K], residual_sq[AKV_SIDE_V], value_sq, s,
                                  rank[AKV_SIDE_K], rank[AKV_SIDE_V]);
         } else if (job->experiment->rank == AKV_RANK_UTILITY) {
+            akv_load_rows(&layer->keys, head, t0, n, dk, s->post);
             akv_observed_logits(job, head, t0, n, s->post, s->logits);
             utilities(job, head, n, residual_sq[AKV_SIDE_V], value_sq, s, rank[AKV_SIDE_K], rank[AKV_SIDE_V]);
         }
@@ -356,7 +273,7 @@ void akv_project(akv_job *job)
     akv_parallel_for(job->config->executor, project_task, job, (size_t)(job->H * job->num_ranges));
 }
 
-void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_rope_walk *walk, float *out)
+void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_turner *turner, float *out)
 {
     const uint32_t dim = job->header->head_dim[side];
     uint32_t a;
@@ -370,9 +287,9 @@ void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token
         gamma = akv_f16_to_f32(((const uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side))[head * job->S + token]);
     }
     const float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
-    akv_anchor_space_row(job, side, head, token, walk, out);
-    for (uint32_t i = 0; i < dim; i++)
-        out[i] -= gamma * anchor[i];
+    akv_anchor_space_row(job, side, head, token, turner, out);
+    const float minus = -gamma;
+    akv_kernels_best()->rows_axpy(&minus, 1, 1, anchor, dim, out);
     if (side == AKV_SIDE_K)
-        turn_residual(job, token, walk, out);
+        akv_turn_residual(job, token, turner, out);
 }

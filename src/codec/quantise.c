@@ -86,7 +86,7 @@ static float scale_of(const float *x, uint32_t dim, akv_scale_rule rule, const f
 
 /* Residuals of up to AKV_GROUP_LANES owners -> gains and one packed group. */
 static void code_group(akv_job *job, int side, uint32_t head, const uint16_t *owners, uint64_t t0, uint32_t g, uint64_t first,
-                       const float *signs, akv_rope_walk *walk, akv_codec_scratch *s)
+                       const float *signs, akv_turner *turner, akv_codec_scratch *s)
 {
     const uint32_t dim = job->header->head_dim[side], code_bytes = akv_code_bytes(dim);
     const bool plain = job->experiment->code_rule == AKV_CODE_PLAIN_UNIFORM;
@@ -96,7 +96,7 @@ static void code_group(akv_job *job, int side, uint32_t head, const uint16_t *ow
     uint8_t *codes = (uint8_t *)akv_job_section(job, AKV_SEC_CODES + side) + first * code_bytes;
     float *x = s->vector;
     for (uint32_t r = 0; r < g; r++) {
-        akv_residual_of(job, side, head, t0 + owners[r], walk, x);
+        akv_residual_of(job, side, head, t0 + owners[r], turner, x);
         if (!plain) {
             for (uint32_t i = 0; i < dim; i++)
                 x[i] *= signs[i];
@@ -132,11 +132,11 @@ static void code_task(void *opaque, size_t task)
         return;
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
-    akv_rope_walk walk = akv_rope_walk_begin(job->layer->rope.inv_freq, job->header->rotary_dim / 2, s->phase);
+    akv_turner turner = akv_turner_begin(s);
     akv_signs(job->header->seed, side, job->header->head_dim[side], signs);
     for (uint32_t at = 0; at < count; at += AKV_GROUP_LANES) {
         uint32_t g = count - at < AKV_GROUP_LANES ? count - at : AKV_GROUP_LANES;
-        code_group(job, side, head, owners + at, t0, g, ranks[block] + at, signs, &walk, s);
+        code_group(job, side, head, owners + at, t0, g, ranks[block] + at, signs, &turner, s);
     }
     akv_return_slot(job->slots, slot);
 }

@@ -2,9 +2,9 @@
 /* avx2.c - the kernels compiled for AVX2 (no FMA: contraction would change bits between variants). */
 #if defined(__x86_64__) && defined(__GNUC__)
 #  ifdef __clang__
-#    pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#    pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #  else
-#    pragma GCC target("avx2")
+#    pragma GCC target("avx2,f16c")
 #  endif
 #  define AKV_ISA(name) name##_avx2
 #  define AKV_ISA_NAME "avx2"

@@ -2,7 +2,9 @@
 /* cpu.c - the choice of kernels at run time. */
 #include "kernels/cpu.h"
 
+#include "kernels/coder.h"
 #include "kernels/kernels.h"
+#include "kernels/matrix.h"
 #include "kernels/quad.h"
 
 #include <stdatomic.h>
@@ -12,7 +14,7 @@ akv_cpu_level akv_cpu_machine(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
-        !__builtin_cpu_supports("bmi2"))
+        !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c"))
         return AKV_CPU_GENERIC;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
         !__builtin_cpu_supports("avx512vl"))
@@ -47,12 +49,13 @@ akv_cpu_level akv_cpu(void)
     return (akv_cpu_level)level;
 }
 
+#define TAKE(table, level) best = cpu >= level ? &table : best;
+
 const akv_kernels *akv_kernels_best(void)
 {
     const akv_cpu_level cpu = akv_cpu();
     const akv_kernels *best = NULL;
-#define AKV_KERNELS(isa, level) best = cpu >= level ? &akv_kernels_##isa : best;
-#define AKV_QUADS(isa, level)
+#define AKV_KERNELS(isa, level) TAKE(akv_kernels_##isa, level)
 #include "kernels/kernels.def"
     return best;
 }
@@ -61,8 +64,25 @@ const akv_quad_kernels *akv_quad_best(void)
 {
     const akv_cpu_level cpu = akv_cpu();
     const akv_quad_kernels *best = NULL;
-#define AKV_KERNELS(isa, level)
-#define AKV_QUADS(isa, level) best = cpu >= level ? &akv_quad_##isa : best;
+#define AKV_QUADS(isa, level) TAKE(akv_quad_##isa, level)
+#include "kernels/kernels.def"
+    return best;
+}
+
+const akv_matrix_kernels *akv_matrix_best(void)
+{
+    const akv_cpu_level cpu = akv_cpu();
+    const akv_matrix_kernels *best = NULL;
+#define AKV_MATRICES(isa, level) TAKE(akv_matrix_##isa, level)
+#include "kernels/kernels.def"
+    return best;
+}
+
+const akv_coder_kernels *akv_coder_best(void)
+{
+    const akv_cpu_level cpu = akv_cpu();
+    const akv_coder_kernels *best = NULL;
+#define AKV_CODERS(isa, level) TAKE(akv_coder_##isa, level)
 #include "kernels/kernels.def"
     return best;
 }

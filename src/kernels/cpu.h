@@ -16,7 +16,7 @@ akv_cpu_level akv_cpu_machine(void);
 
 /*
  * The machine's level, or less when the environment variable AKV_CPU says so: generic, avx2, avx512, avx512vnni. Anything else in
- * it is ignored. Read once; results differ by rounding only, compressed bytes not at all.
+ * it is ignored. Read once; results differ by rounding only.
  */
 akv_cpu_level akv_cpu(void);
 

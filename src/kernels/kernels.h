@@ -81,7 +81,6 @@ typedef struct akv_kernels {
 
 /* The variants of this build; those above akv_cpu_machine() must not be called. */
 #define AKV_KERNELS(isa, level) extern const akv_kernels akv_kernels_##isa;
-#define AKV_QUADS(isa, level)
 #include "kernels/kernels.def"
 
 /* The fastest variant below the cap (cpu.h). */
@@ -104,25 +103,5 @@ void akv_turn_f32(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_st
  * inverse.
  */
 void akv_hadamard_f32(float *x, uint32_t dim);
-
-/*
- * c[m, n] = a[m, k] . b[n, k]^T, all row-major with row strides lda, ldb, ldc. BLAS when built with it, else plain
- * loops: equal within fp32 rounding.
- */
-void akv_gemm_nt(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c, size_t ldc);
-
-/* c[m, n] += a[m, k] . b[k, n]. */
-void akv_gemm_nn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
-                     size_t ldc);
-
-/* c[m, n] += a[k, m]^T . b[k, n]. */
-void akv_gemm_tn_add(size_t m, size_t n, size_t k, const float *a, size_t lda, const float *b, size_t ldb, float *c,
-                     size_t ldc);
-
-#ifdef AKV_HAVE_CBLAS
-/* Around every call of BLAS and LAPACK: see gemm.c. */
-void akv_blas_lock(void);
-void akv_blas_unlock(void);
-#endif
 
 #endif

@@ -162,7 +162,6 @@ typedef struct akv_quad_kernels {
     void (*tile_sums)(const float *w, size_t stride, uint32_t rows, const float *x, uint32_t n, uint32_t dim, float *out);
 } akv_quad_kernels;
 
-#define AKV_KERNELS(isa, level)
 #define AKV_QUADS(isa, level) extern const akv_quad_kernels akv_quad_##isa;
 #include "kernels/kernels.def"
 

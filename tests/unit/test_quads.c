@@ -16,7 +16,6 @@ static int num_variants;
 
 static void find_variants(void)
 {
-#define AKV_KERNELS(isa, level)
 #define AKV_QUADS(isa, level)       \
     if (akv_cpu_machine() >= level) \
         variants[num_variants++] = &akv_quad_##isa;
