@@ -203,6 +203,7 @@ typedef struct cli_report {
     double attend_seconds;
     uint64_t decode_tokens;
     uint64_t tail_moves;
+    double residual_energy_lost[2]; /* keys, values: by repack */
     const cli_answer *answers;
     size_t num_answers;
 } cli_report;
@@ -231,6 +232,7 @@ typedef struct cli_command {
 
 extern const cli_command cli_cmd_ask;
 extern const cli_command cli_cmd_pack;
+extern const cli_command cli_cmd_repack;
 extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;
 extern const cli_command cli_cmd_plan;

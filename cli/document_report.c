@@ -26,6 +26,19 @@ static void add_segment(akv_segment_info *a, const akv_segment_info *b)
     a->residuals_v += b->residuals_v;
 }
 
+void cli_layer_of_segments(akv_segment *const *segments, uint32_t count, cli_layer_report *out)
+{
+    for (uint32_t i = 0; i < count; i++) {
+        akv_segment_info info;
+        akv_segment_info_init(&info);
+        akv_segment_get_info(segments[i], &info, NULL);
+        if (i == 0)
+            out->segment = info;
+        else
+            add_segment(&out->segment, &info);
+    }
+}
+
 static akv_status read_layer(const akv_document *document, const akv_document_layer *layer, cli_layer_report *out,
                              akv_diag *diag)
 {

@@ -14,4 +14,7 @@ int cli_report_of_document(const char *path, const akv_document *document, cli_r
 /* Only what the document says about itself; no segment is opened. report->layers stays NULL. */
 void cli_report_of_properties(const char *path, const akv_document *document, cli_report *report);
 
+/* The sum of a layer's segments -> out->segment. */
+void cli_layer_of_segments(akv_segment *const *segments, uint32_t count, cli_layer_report *out);
+
 #endif

@@ -139,6 +139,8 @@ void cli_report_print(const cli_report *r)
                 cli_bytes(r->rss_before), cli_bytes(r->rss_after));
     else if (r->rss_end != 0)
         fprintf(stderr, "memory       %s resident\n", cli_bytes(r->rss_end));
+    if (strcmp(r->command, "repack") == 0) /* no model was run */
+        return;
     fprintf(stderr, "times        load %.2f s", r->load_seconds);
     if (r->document_tokens_evaluated != 0)
         fprintf(stderr, ", prefill %.2f s (%.1f tokens/s)", r->prefill_seconds,
@@ -272,6 +274,10 @@ static cJSON *report_json(const cli_report *r)
     cJSON_AddNumberToObject(root, "attend_seconds", r->attend_seconds);
     put_u64(root, "decode_tokens", r->decode_tokens);
     put_u64(root, "tail_moves", r->tail_moves);
+    if (strcmp(r->command, "repack") == 0) {
+        cJSON_AddNumberToObject(root, "residual_energy_lost_k", r->residual_energy_lost[0]);
+        cJSON_AddNumberToObject(root, "residual_energy_lost_v", r->residual_energy_lost[1]);
+    }
     cJSON_AddNumberToObject(root, "hosted_layers", r->hosted_layers);
     cJSON_AddNumberToObject(root, "native_layers", r->layers == NULL ? 0 : r->num_layers - r->hosted_layers);
     cJSON *layers = cJSON_AddArrayToObject(root, "layers");

@@ -340,6 +340,50 @@ AKV_API akv_status akv_segment_open(const void *data, size_t bytes, int copy, co
 AKV_API akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n, float *keys,
                                       float *values, akv_diag *diag);
 
+/* -------------------------------------------------------------------------------------------- smaller, or shorter */
+
+typedef struct akv_retarget_info {
+    size_t struct_size;
+    uint64_t budget_bytes;
+    uint64_t min_bytes;  /* the smallest budget for this segment: nothing but its fixed part */
+    akv_bytes bytes;     /* what the result costs: bytes.total <= budget_bytes */
+    double lost_k;       /* share of the energy of the stored residuals that is gone, keys and values, 0..1: by
+                            akv_segment_retarget only; an estimate from the gains for profile paper */
+    double lost_v;
+} akv_retarget_info;
+
+AKV_API void akv_retarget_info_init(akv_retarget_info *info);
+
+/*
+ * akv_segment_retarget() - a compressed segment -> a smaller one, without the model: residuals get fewer bits or go. Tokens,
+ * positions and anchors stay. Utilities are not stored, so the order of dropping is inferred from the levels: the result is
+ * worse than compressing anew for the same bytes (docs/sessions.md has figures).
+ *
+ *   segment       in   stays as it is
+ *   budget_bytes  in   of the result, the in-memory object included
+ *   config        in   only allocator and executor are used; NULL = libc, serial
+ *   out           out  a segment with one reference: the same one (retained) when it fits already
+ *   info          out  may be NULL
+ *
+ * Deterministic. Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_INFEASIBLE (info, if given, has min_bytes), AKV_E_UNSUPPORTED (a
+ * dense segment that does not fit), AKV_E_NO_MEMORY. Threads: concurrent calls are fine.
+ */
+AKV_API akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config,
+                                        akv_segment **out, akv_retarget_info *info, akv_diag *diag);
+
+/* Exact bytes before making it, in constant time; lost_k and lost_v stay 0. Errors as akv_segment_retarget. */
+AKV_API akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_t budget_bytes, akv_retarget_info *info,
+                                             akv_diag *diag);
+
+/*
+ * akv_segment_cut() - the first num_tokens tokens as a segment of their own: they decode to the same keys and values, bit by bit.
+ * Anchors that none of them uses go. out: the same segment, retained, when num_tokens is all of it. config as above.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (0 tokens, or more than there are), AKV_E_UNSUPPORTED (profile paper, whose tokens may lean
+ * on later anchors; a segment after an eviction; a dense one with gaps between positions), AKV_E_NO_MEMORY.
+ */
+AKV_API akv_status akv_segment_cut(akv_segment *segment, uint64_t num_tokens, const akv_config *config, akv_segment **out,
+                                   akv_diag *diag);
+
 /* ------------------------------------------------------------------------------------------------------------ attend */
 
 /*

@@ -8,7 +8,7 @@
 
 #define GAIN_BITS 4.0
 
-static akv_hull make_hull(const double *distortion, const uint32_t *bits, uint32_t levels)
+akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_t levels)
 {
     akv_hull hull = {1, {0}, {0}};
     double at_bits = 0.0, at = distortion[0];
@@ -143,7 +143,7 @@ void akv_ladder_allocate(akv_job *job)
     akv_hull *hulls = job->ladder->hulls;
     add_prior(job);
     for (uint32_t i = 0; i < job->H * AKV_SIDES; i++)
-        hulls[i] = make_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
+        hulls[i] = akv_ladder_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
                              job->ladder->level_bits[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * levels, levels);
     double low = -300.0, high = 300.0; /* log2 of the multiplier; high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {

@@ -99,9 +99,32 @@ void akv_ladder_bases(akv_job *job);
 
 /* allocate.c: one multiplier for the layer. */
 void akv_ladder_allocate(akv_job *job);
+/* distortion [levels + 1], bits [levels] of one residual. */
+akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_t levels);
 
 /* ladder_codes.c */
 void akv_ladder_code(akv_job *job);
+/*
+ * rewrite.c: a LADDER segment again, with lower levels or with its first tokens only. Residuals whose level stays are copied bit by
+ * bit, the others coded anew from what they decode to.
+ */
+typedef struct akv_rewrite {
+    const akv_segment *from;
+    const akv_executor *executor;
+    const akv_allocator *allocator;
+    akv_header header;         /* of the result: shape and budget set; akv_rewrite_run lays it out */
+    uint8_t *level[AKV_SIDES]; /* [H, header.num_tokens] wanted, at most what they are */
+    double energy[AKV_SIDES];  /* out: of the residuals as stored before */
+    double lost[AKV_SIDES];    /* out: of what changed in them */
+} akv_rewrite;
+/* Levels of the first `tokens` tokens of a head. */
+void akv_ladder_levels(const akv_segment *segment, int side, uint32_t head, uint64_t tokens, uint8_t *out);
+/* Bits of a residual at each level -> bits [levels]. */
+void akv_ladder_bits(const akv_segment *segment, int side, uint32_t head, uint32_t *bits);
+/* Bytes of all codes for levels [H, tokens] a side. */
+uint64_t akv_ladder_code_bytes(const akv_segment *segment, uint64_t tokens, uint8_t *const level[AKV_SIDES]);
+/* header.code_bytes is what the result gets, at least akv_ladder_code_bytes. */
+akv_status akv_rewrite_run(akv_rewrite *rewrite, akv_segment **out, akv_diag *diag);
 
 /* A view of the segment being written. */
 akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head);

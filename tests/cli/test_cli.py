@@ -27,7 +27,7 @@ def test_help(t):
     os.environ["AKV_CPU"] = "generic"
     t.run("plan", *SHAPE, "--tokens", "4096", out="compressed")
     del os.environ["AKV_CPU"]
-    for command in ("plan", "info", "verify"):
+    for command in ("plan", "info", "verify", "repack"):
         t.run(command, "--help", out="usage: akv " + command)
         t.run("help", command, out="usage: akv " + command)
         t.run(command, "--nonsense", code=1, err="--help")
@@ -129,6 +129,45 @@ def test_documents(t, folder, make_document):
     t.run("info", good, good, code=1)
 
 
+def test_repack(t, folder, make_document):
+    for profile in ("default", "paper"):
+        path, small = (os.path.join(folder, f"{n}-{profile}.akv") for n in ("from", "small"))
+        subprocess.run([make_document, path] + (["paper"] if profile == "paper" else []), check=True)
+        before = json.loads(t.run("info", "--json", "-", path).out)
+        tight = t.run("repack", path, "--ratio", "1000", "-o", small, code=3, err="even without residuals")
+        t.check(not os.path.exists(small), "repack: an infeasible ratio left a file")
+        least = float(tight.err.split("a ratio of ")[1].split(")")[0])
+        t.check(least > before["ratio"], f"repack: the least ratio {least} is not beyond {before['ratio']}")
+        ratio = (before["ratio"] + least) / 2
+        report = json.loads(t.run("repack", path, "--ratio", str(ratio), "-o", small, "--json", "-", err="smaller").out)
+        t.run("verify", small, out="ok, 400 tokens, 3 segments, profile " + profile)
+        after = json.loads(t.run("info", "--json", "-", small).out)
+        t.check(after["ratio"] >= ratio, f"repack: {after['ratio']} instead of {ratio}")
+        t.check(after["compressed_bytes"] == report["compressed_bytes"], "repack: the report is not about the file")
+        t.check(all(l["bytes"]["total"] <= l["budget_bytes"] for l in after["layers"]), "repack: a layer over its budget")
+        t.check(after["file_bytes"] == os.path.getsize(small) == report["file_bytes"], "repack: file size")
+        t.check(0 < report["residual_energy_lost_k"] < 1 and 0 < report["residual_energy_lost_v"] < 1, "repack: what was lost")
+        t.run("info", small, out="repacked_from")
+        t.run("repack", small, "--ratio", "2", "-o", small, "-q")  # fits: a copy, over itself
+        t.run("verify", small, out="ok")
+        budget = str(after["compressed_bytes"] * 49 // 50)
+        t.run("repack", small, "--budget", budget, "-o", small, "-q")
+        t.check(json.loads(t.run("info", "--json", "-", small).out)["compressed_bytes"] <= int(budget), "repack --budget: over budget")
+    t.run("repack", path, "-o", small, code=1, err="how small")
+    t.run("repack", path, "--ratio", "20", code=1, err="-o")
+    t.run("repack", "--ratio", "20", "-o", small, code=1, err="one .akv file")
+    t.run("repack", path, "--ratio", "20", "--keep", "0.1", "-o", small, code=1)
+    t.run("repack", path, "--ratio", "20", "-o", "/nonexistent/x.akv", code=6)
+    t.run("repack", os.path.join(folder, "missing.akv"), "--ratio", "20", "-o", small, code=6)
+    with open(path, "rb") as file:
+        data = bytearray(file.read())
+    data[len(data) // 2] ^= 1
+    broken = os.path.join(folder, "broken.akv")
+    with open(broken, "wb") as file:
+        file.write(data)
+    t.run("repack", broken, "--ratio", "5", "-o", small, code=4, err="changed")
+
+
 def test_full_disk(t, folder):
     if not os.path.exists("/dev/full"):
         return
@@ -149,6 +188,7 @@ def main():
         test_help(t)
         test_plan(t, folder)
         test_documents(t, folder, args.make_document)
+        test_repack(t, folder, args.make_document)
         test_full_disk(t, folder)
     return t.end()
 
