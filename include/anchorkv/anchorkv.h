@@ -418,6 +418,9 @@ typedef struct akv_attend_params {
     float *state_max;                 /* [H*G, T] contiguous or NULL: largest logit (natural log), -inf if no token visible */
     float *state_sum;                 /* [H*G, T] contiguous or NULL: sum of exp(logit - max), sinks included */
     const akv_executor *executor;     /* NULL = serial */
+    const int64_t *segment_shifts;    /* [num_segments] or NULL: how many positions further on than it was made for each segment
+                                         stands, exactly: the queries are turned back by as much */
+    const akv_rope *rope;             /* of the keys; needed when a shift is not 0, else not read */
 } akv_attend_params;
 
 AKV_API void akv_attend_params_init(akv_attend_params *params);

@@ -90,8 +90,24 @@ static akv_status check_params(const akv_attend_params *p, akv_diag *diag)
     return AKV_OK;
 }
 
+static akv_status check_shifts(const akv_attend_params *p, akv_diag *diag)
+{
+    for (uint32_t i = 0; p->segment_shifts != NULL && i < p->num_segments; i++) {
+        if (p->segment_shifts[i] == 0)
+            continue;
+        const akv_header *h = akv_header_of(p->segments[i]);
+        if (p->rope == NULL || (p->rope->rotary_dim != 0 && p->rope->inv_freq == NULL))
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment %u is shifted; rope must say how keys are turned", i);
+        if (p->rope->rotary_dim != h->rotary_dim || (p->rope->rotary_dim != 0 && (uint32_t)p->rope->style != h->rope_style))
+            return akv_fail(diag, AKV_E_MISMATCH, "segment %u turns %u coordinates in style %u; rope says %u in style %d", i,
+                            h->rotary_dim, h->rope_style, p->rope->rotary_dim, (int)p->rope->style);
+    }
+    return AKV_OK;
+}
+
 static akv_status check_data(const akv_attend_params *p, akv_diag *diag)
 {
+    AKV_TRY(check_shifts(p, diag));
     if (p->out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
     if (!isfinite(p->sm_scale) || !(p->logit_softcap >= 0) || !isfinite(p->logit_softcap))
@@ -260,7 +276,7 @@ static void run_task(void *opaque, size_t index)
     akv_call *c = opaque;
     const akv_attend_params *p = c->params;
     akv_partial *out = &c->partials[index];
-    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0};
+    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0, 0};
     size_t part = index % c->num_parts;
     uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
     akv_scratch *scratch = &c->scratch[slot];
@@ -286,6 +302,7 @@ static void run_task(void *opaque, size_t index)
     task.end = tokens - task.begin < size ? tokens : task.begin + size;
     const akv_segment *segment = i == p->num_segments ? NULL : p->segments[i];
     const akv_header *h = segment == NULL ? NULL : akv_header_of(segment);
+    task.shift = segment == NULL || p->segment_shifts == NULL ? 0 : p->segment_shifts[i];
     if (h == NULL || h->kind != AKV_SEGMENT_COMPRESSED) {
         akv_tensor k = p->tail_keys, v = p->tail_values;
         if (h != NULL) {

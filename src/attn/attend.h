@@ -118,6 +118,7 @@ typedef struct akv_task {
     uint32_t rows;
     uint64_t begin; /* tokens of the part */
     uint64_t end;
+    int64_t shift;  /* of its segment: queries are turned back by so many positions when they are loaded */
 } akv_task;
 
 /* Load the task's query rows into scratch->query as f32. */

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* softmax.c - the online softmax, its merge, and the dense part of attention. */
 #include "attn/attend.h"
+#include "core/rope.h"
+#include "core/sizes.h"
 
 void akv_load_queries(const akv_task *task, akv_scratch *scratch)
 {
@@ -9,6 +11,14 @@ void akv_load_queries(const akv_task *task, akv_scratch *scratch)
         uint32_t row = task->row0 + r;
         int64_t head = (int64_t)task->kv_head * p->gqa_group + row / p->num_queries;
         akv_tensor_row(&p->queries, head, row % p->num_queries, p->head_dim_k, scratch->query + (size_t)r * p->head_dim_k);
+    }
+    if (task->shift == 0)
+        return;
+    double cosine[AKV_MAX_HEAD_DIM / 2], sine[AKV_MAX_HEAD_DIM / 2];
+    akv_rope_phase(p->rope->inv_freq, p->rope->rotary_dim / 2, -task->shift, cosine, sine);
+    for (uint32_t r = 0; r < task->rows; r++) {
+        float *q = scratch->query + (size_t)r * p->head_dim_k;
+        akv_rope_turn(q, p->head_dim_k, p->rope->rotary_dim, p->rope->style, cosine, sine, 1, 1.0, q);
     }
 }
 

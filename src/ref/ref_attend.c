@@ -5,6 +5,7 @@
 #include "ref/ref.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 static double norm(const double *x, uint32_t n)
 {
@@ -98,6 +99,16 @@ bool ref_attend_row(const double *q, uint64_t n, const double *keys, const doubl
     return true;
 }
 
+/* x := x turned by the shift of segment s, or back. */
+static void shift_by(const akv_attend_params *params, uint32_t s, int direction, double *x)
+{
+    if (params->segment_shifts == NULL || params->segment_shifts[s] == 0)
+        return;
+    akv_rope rope = *params->rope;
+    rope.magnitude = 1;
+    ref_rope_rotate(&rope, (double)(direction * params->segment_shifts[s]), x);
+}
+
 /* Keys or values of one KV head over all segments and the tail, one after the other; their sizes too. */
 static bool gather(const akv_attend_params *params, int side, uint32_t head, double *out, double *size)
 {
@@ -107,6 +118,8 @@ static bool gather(const akv_attend_params *params, int side, uint32_t head, dou
         const void *blob = akv_segment_data(params->segments[s], NULL);
         if (!ref_decode(blob, side, head, out + at * dim, size + at))
             return false;
+        for (uint64_t t = 0; side == AKV_SIDE_K && t < ((const akv_header *)blob)->num_tokens; t++)
+            shift_by(params, s, 1, out + (at + t) * dim);
         at += ((const akv_header *)blob)->num_tokens;
     }
     const akv_tensor *tail = side == AKV_SIDE_K ? &params->tail_keys : &params->tail_values;
@@ -144,7 +157,10 @@ static bool add_whole(const akv_attend_params *params, ref_rounding *const *roun
         if (rounding[s] != NULL && off == NULL)
             return false;
         if (rounding[s] != NULL) {
-            ref_rounding_logits(rounding[s], scaled, off);
+            double turned[1024];
+            memcpy(turned, scaled, dk * sizeof *turned);
+            shift_by(params, s, -1, turned); /* that is what it meets */
+            ref_rounding_logits(rounding[s], turned, off);
             for (uint64_t t = 0; t < S; t++) {
                 double l = 0;
                 for (uint32_t i = 0; i < dk; i++)

@@ -25,6 +25,7 @@ typedef struct attend_case {
     int gaps;
     akv_dtype dtype;            /* of queries and tail */
     int layout;
+    int64_t shift;              /* segment i stands shift * (i + 1) further on than it was made for, every other one back */
     uint64_t seed;
 } attend_case;
 
@@ -34,6 +35,9 @@ typedef struct setup {
     void *memory[4];
     float *sinks, *out, *max, *sum;
     uint64_t out_floats;
+    int64_t shifts[4];
+    double inv_freq[512];
+    akv_rope rope;
 } setup;
 
 /*
@@ -109,6 +113,15 @@ static void setup_make(const attend_case *c, setup *s)
         p->num_segments++;
     }
     p->segments = (const akv_segment *const *)s->segments;
+    if (c->shift != 0) {
+        for (int i = 0; i < 4; i++)
+            s->shifts[i] = (i % 2 ? -1 : 1) * c->shift * (i + 1);
+        for (uint32_t j = 0; j < c->rotary / 2; j++)
+            s->inv_freq[j] = pow(1e4, -2.0 * j / c->rotary);
+        s->rope = (akv_rope){c->rotary, c->style, 1.7, s->inv_freq}; /* lengths were scaled already: the magnitude must not matter */
+        p->segment_shifts = s->shifts;
+        p->rope = &s->rope;
+    }
     uint64_t QH = (uint64_t)c->H * c->G;
     p->queries = tensor_make(QH, c->T, c->dk, c->dtype, c->layout, &s->memory[0]);
     fill(&p->queries, QH, c->T, c->dk, 2, &rng);
@@ -391,8 +404,31 @@ static void random_mixtures(void)
         c.gaps = akv_rng_below(&rng, 4) == 0;
         c.dtype = (akv_dtype)akv_rng_below(&rng, 3);
         c.layout = (int)akv_rng_below(&rng, LAY_COUNT);
+        c.shift = i % 3 == 0 ? 1 + i * 37 : 0;
         run(&c);
     }
+}
+
+/* Many rows over shifted segments: the paths that rebuild keys tile by tile. And what is refused. */
+static void shifts(void)
+{
+    for (int kind = 0; kind < 4; kind++)
+        for (uint32_t T = 1; T <= 161; T += 40)
+            CASE(.name = "shifts", .T = T, .tail = 170, .segment_tokens = {300, 40}, .segment_kind = {"lcph"[kind], "hlcl"[kind]},
+                 .shift = 5000 + kind, .seed = T);
+    attend_case c = {.name = "refused", .H = 1, .G = 1, .dk = 32, .dv = 32, .T = 1, .rotary = 32, .anchors = 8, .density = 0.5,
+                     .segment_tokens = {50}, .segment_kind = "l", .shift = 3};
+    setup s;
+    akv_diag diag = {0};
+    setup_make(&c, &s);
+    s.params.rope = NULL;
+    CHECK_STATUS(attend(&s.params, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    s.params.rope = &s.rope;
+    s.rope.rotary_dim = 16;
+    CHECK_STATUS(attend(&s.params, &diag), AKV_E_MISMATCH, &diag);
+    s.shifts[0] = 0;
+    CHECK_STATUS(attend(&s.params, &diag), AKV_OK, &diag);
+    setup_free(&s);
 }
 
 /* The table of cases once more for the ladder coding. */
@@ -623,6 +659,7 @@ int main(int argc, char **argv)
     TEST(many_queries);
     TEST(masks_and_sinks);
     TEST(rope_variants);
+    TEST(shifts);
     TEST(ladder);
     TEST(dtypes_and_layouts);
     TEST(random_mixtures);
