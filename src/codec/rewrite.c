@@ -69,7 +69,7 @@ static uint32_t gain_at(const uint8_t *run, uint32_t place)
     return (run[place / 2] >> (place % 2 * 4)) & 15u;
 }
 
-/* ---- One vector at a time: residuals that fall a level are few beside a compression, so ladder_codes.c's vector kernels are not needed. */
+/* One vector at a time: what falls a level is little beside a compression, so this does without the coder's kernels. */
 
 /* Number of the nearest level of an n-bit Lloyd-Max quantiser, ascending, and the level itself. */
 static uint32_t quantise(float x, uint32_t width, float *level)
