@@ -12,6 +12,7 @@ help:
 	@echo 'make demo     bring what is missing, then answer questions about a real text from its compressed cache'
 	@echo 'make demo-large  the same with a 1.5B model (1.1 GB to fetch) and a document of TOKENS=$(TOKENS); minutes, not seconds'
 	@echo 'make check    bring what is missing, build, run all tests; the core also under ASan and UBSan'
+	@echo 'make check-python  the wheel, the transformers cache, the kvpress press; brings PyTorch (2.5 GB) into .deps/python'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
 	@echo 'make install  what build made, into PREFIX (now: $(PREFIX))'
@@ -27,6 +28,10 @@ build:
 
 check: deps
 	@tools/check.sh
+
+check-python:
+	@tools/deps.sh packages
+	@tools/check_python.sh
 
 demo: build
 	@tools/deps.sh model
@@ -45,4 +50,4 @@ install: build
 clean:
 	rm -rf build
 
-.PHONY: help deps build check demo demo-large bench install clean
+.PHONY: help deps build check check-python demo demo-large bench install clean

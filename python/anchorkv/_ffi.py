@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structs and functions of include/anchorkv/{anchorkv,akv_experimental}.h for ctypes.
+"""The structs and functions of include/anchorkv/{anchorkv,akv_document,akv_experimental}.h for ctypes.
 
 Field order and types are those of the headers; test_ffi.py asks a C compiler for sizes and offsets and compares.
 ctypes releases the interpreter lock during every call, so layers can be compressed on several Python threads.
@@ -161,6 +161,108 @@ class SegmentInfo(C.Structure):
     ]
 
 
+class PlanInfo(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("kind", C.c_int),
+        ("dense_reason", C.c_int),
+        ("dense_bytes", C.c_uint64),
+        ("budget_bytes", C.c_uint64),
+        ("bytes", Bytes),
+        ("num_anchors", C.c_uint32),
+        ("residuals_k", C.c_uint64),
+        ("residuals_v", C.c_uint64),
+        ("min_bytes", C.c_uint64),
+        ("min_keep_ratio", C.c_double),
+    ]
+
+
+class AttendParams(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("num_kv_heads", C.c_uint32),
+        ("gqa_group", C.c_uint32),
+        ("head_dim_k", C.c_uint32),
+        ("head_dim_v", C.c_uint32),
+        ("num_queries", C.c_uint32),
+        ("queries", Tensor),
+        ("segments", C.POINTER(C.c_void_p)),
+        ("num_segments", C.c_uint32),
+        ("tail_tokens", C.c_uint64),
+        ("tail_keys", Tensor),
+        ("tail_values", Tensor),
+        ("tail_mask", Tensor),
+        ("sm_scale", C.c_double),
+        ("logit_softcap", C.c_double),
+        ("sinks", C.c_void_p),
+        ("out", C.c_void_p),
+        ("out_stride_head", C.c_int64),
+        ("out_stride_token", C.c_int64),
+        ("state_max", C.c_void_p),
+        ("state_sum", C.c_void_p),
+        ("executor", C.c_void_p),
+    ]
+
+
+class DocumentModel(C.Structure):
+    _fields_ = [
+        ("num_layers", C.c_uint32),
+        ("num_heads", C.c_uint32),
+        ("num_kv_heads", C.c_uint32),
+        ("embedding_dim", C.c_uint32),
+        ("vocab_tokens", C.c_uint32),
+        ("rope_type", C.c_int32),
+        ("weight_bytes", C.c_uint64),
+        ("hash", C.c_uint64 * 2),
+        ("description", C.c_char * 48),
+    ]
+
+
+class DocumentLayer(C.Structure):
+    _fields_ = [
+        ("kind", C.c_uint32),
+        ("num_kv_heads", C.c_uint32),
+        ("gqa_group", C.c_uint32),
+        ("head_dim_k", C.c_uint32),
+        ("head_dim_v", C.c_uint32),
+        ("rotary_dim", C.c_uint32),
+        ("rope_style", C.c_uint32),
+        ("has_sinks", C.c_uint32),
+        ("rope_magnitude", C.c_double),
+        ("sm_scale", C.c_double),
+        ("logit_softcap", C.c_double),
+        ("rope_hash", C.c_uint64),
+        ("num_segments", C.c_uint32),
+        ("first_segment", C.c_uint32),
+    ]
+
+
+class DocumentProperty(C.Structure):
+    _fields_ = [("key", C.c_char_p), ("value", C.c_char_p)]
+
+
+class DocumentParts(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("model", DocumentModel),
+        ("tokens", C.POINTER(C.c_int32)),
+        ("num_tokens", C.c_uint64),
+        ("next_position", C.c_int32),
+        ("method", C.c_uint32),
+        ("layers", C.POINTER(DocumentLayer)),
+        ("num_layers", C.c_uint32),
+        ("num_segments", C.c_uint32),
+        ("segments", C.POINTER(C.c_void_p)),
+        ("properties", C.POINTER(DocumentProperty)),
+        ("num_properties", C.c_uint32),
+        ("native_state", C.c_void_p),
+        ("native_state_bytes", C.c_uint64),
+    ]
+
+
+DocumentWrite = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_size_t, C.POINTER(Diag))
+
+
 def library_path():
     """AKV_LIBRARY when set, else the library beside this package."""
     given = os.environ.get("AKV_LIBRARY")
@@ -191,10 +293,33 @@ def load():
         ("akv_compress", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
         ("akv_segment_create_dense", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
         ("akv_evict_snapkv", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
+        ("akv_segment_retain", C.c_void_p, [segment]),
         ("akv_segment_release", None, [segment]),
         ("akv_segment_get_info", C.c_int, [segment, C.POINTER(SegmentInfo), diag]),
         ("akv_segment_data", C.c_void_p, [segment, C.POINTER(C.c_size_t)]),
         ("akv_segment_decode", C.c_int, [segment, C.c_uint32, C.c_uint64, C.c_uint64, C.c_void_p, C.c_void_p, diag]),
+        ("akv_plan_info_init", None, [C.POINTER(PlanInfo)]),
+        ("akv_shape_init", None, [C.POINTER(Shape)]),
+        ("akv_plan", C.c_int, [C.POINTER(Shape), C.POINTER(Config), C.POINTER(PlanInfo), diag]),
+        ("akv_segment_open", C.c_int, [C.c_void_p, C.c_size_t, C.c_int, C.c_void_p, C.POINTER(segment), diag]),
+        ("akv_attend_params_init", None, [C.POINTER(AttendParams)]),
+        ("akv_attend_workspace_bytes", C.c_int, [C.POINTER(AttendParams), C.POINTER(C.c_size_t), diag]),
+        ("akv_attend", C.c_int, [C.POINTER(AttendParams), C.c_void_p, C.c_size_t, diag]),
+        ("akv_threads_create", C.c_int, [C.c_uint32, C.POINTER(C.c_void_p), diag]),
+        ("akv_threads_executor", C.c_void_p, [C.c_void_p]),
+        ("akv_threads_destroy", None, [C.c_void_p]),
+        ("akv_document_parts_init", None, [C.POINTER(DocumentParts)]),
+        ("akv_document_write", C.c_int, [C.POINTER(DocumentParts), DocumentWrite, C.c_void_p, C.c_void_p, diag]),
+        ("akv_document_open", C.c_int, [C.c_void_p, C.c_size_t, C.c_void_p, C.POINTER(C.c_void_p), diag]),
+        ("akv_document_close", None, [C.c_void_p]),
+        ("akv_document_verify", C.c_int, [C.c_void_p, diag]),
+        ("akv_document_get_parts", C.c_int, [C.c_void_p, C.POINTER(DocumentParts), diag]),
+        ("akv_document_property_value", C.c_char_p, [C.c_void_p, C.c_char_p, C.c_uint32]),
+        (
+            "akv_document_open_segment",
+            C.c_int,
+            [C.c_void_p, C.c_uint32, C.c_int, C.c_void_p, C.POINTER(segment), diag],
+        ),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

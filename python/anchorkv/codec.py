@@ -7,6 +7,7 @@ import ctypes as C
 import numpy as np
 
 from . import _ffi
+from .arrays import view
 
 _lib = _ffi.load()
 
@@ -27,28 +28,6 @@ def version():
 def _check(status, diag):
     if status != 0:
         raise AkvError(status, diag.message.decode(errors="replace"))
-
-
-def _array(x, name):
-    """numpy view of [heads, tokens, dim] with its akv_dtype; torch tensors are taken without importing torch here."""
-    if not isinstance(x, np.ndarray) and type(x).__module__.split(".")[0] == "torch":
-        import torch
-
-        x = x.detach().cpu()
-        x = x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
-    if not isinstance(x, np.ndarray) or x.ndim != 3:
-        raise TypeError(f"{name} must be a numpy array or torch tensor of shape [heads, tokens, dim]")
-    dtypes = {np.dtype(np.float32): _ffi.F32, np.dtype(np.float16): _ffi.F16, np.dtype(np.uint16): _ffi.BF16}
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}; float32, float16, or uint16 holding bfloat16 bits are read")
-    if any(s % x.itemsize for s in x.strides):
-        x = np.ascontiguousarray(x)
-    return x, dtypes[x.dtype]
-
-
-def _tensor(x, dtype):
-    sh, st, sd = (s // x.itemsize for s in x.strides)
-    return _ffi.Tensor(x.ctypes.data, dtype, sh, st, sd)
 
 
 def inv_freq(rope_theta, rotary_dim):
@@ -85,6 +64,17 @@ class Segment:
 
     def __init__(self, handle):
         self._handle = handle
+        info = self._info()
+        self.nbytes = info.bytes.total
+        self.num_kv_heads, self.num_tokens = info.shape.num_kv_heads, info.shape.num_tokens
+        self.head_dim_k, self.head_dim_v = info.shape.head_dim_k, info.shape.head_dim_v
+
+    def __copy__(self):
+        """Segments never change: a copy is one more reference."""
+        return Segment(_lib.akv_segment_retain(self.handle))
+
+    def __deepcopy__(self, memo):
+        return self.__copy__()
 
     def close(self):
         if self._handle:
@@ -117,6 +107,9 @@ class Segment:
             "profile": {v: k for k, v in _ffi.PROFILES.items()}.get(i.profile),
             "num_tokens": i.shape.num_tokens,
             "num_kv_heads": i.shape.num_kv_heads,
+            "gqa_group": i.shape.gqa_group,
+            "first_position": i.first_position,
+            "last_position": i.last_position,
             "head_dim_k": i.shape.head_dim_k,
             "head_dim_v": i.shape.head_dim_v,
             "dense_bytes": i.dense_bytes,
@@ -126,6 +119,21 @@ class Segment:
             "residuals_v": i.residuals_v,
             "bytes": {name: getattr(i.bytes, name) for name, _ in _ffi.Bytes._fields_},
         }
+
+    @property
+    def handle(self):
+        """The akv_segment pointer as an integer, for calls of the C library."""
+        if not self._handle:
+            raise ValueError("the segment is closed")
+        return self._handle
+
+    @classmethod
+    def open(cls, data):
+        """Segment from canonical bytes (a copy is made), which are checked as untrusted."""
+        handle, diag = C.c_void_p(), _ffi.Diag()
+        x = np.frombuffer(data, np.uint8)
+        _check(_lib.akv_segment_open(x.ctypes.data, x.nbytes, 1, None, C.byref(handle), C.byref(diag)), diag)
+        return cls(handle.value)
 
     def data(self):
         """The canonical bytes (docs/format.md), copied."""
@@ -178,21 +186,23 @@ def compress(
     logit_softcap=0.0,
     layer_index=0,
     seed=0,
+    executor=None,
 ):
-    """One layer -> Segment.
+    """One layer -> Segment. Arrays (torch, numpy, DLPack) are read in place, whatever their strides.
 
-    keys, values   [H, S, d] as cached: keys after the rotary embedding (float32, float16, uint16 = bfloat16, or torch)
+    keys, values   [H, S, d] as cached: keys after the rotary embedding (float32, float16, bfloat16; numpy: uint16 bits)
     queries        [H*G, W, d] post-RoPE queries of the last W tokens
     sampled        [H*G, M, d] post-RoPE queries of earlier tokens asked at sampled_positions, optional
     rope_inv_freq  radians per position of each plane; None: keys carry no rotation
     method         "anchorkv", "snapkv" (eviction at equal bytes) or "dense"
     overrides      fields of akv_experiment by name; they start from the profile's own values
+    executor       Threads.executor, or None: one after the other
     """
-    arrays = {"keys": _array(keys, "keys"), "values": _array(values, "values"), "queries": _array(queries, "queries")}
-    k, v, q = (arrays[n][0] for n in ("keys", "values", "queries"))
+    views = {"keys": view(keys, "keys"), "values": view(values, "values"), "queries": view(queries, "queries")}
+    k, v, q = (views[n] for n in ("keys", "values", "queries"))
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(f"keys {k.shape} and values {v.shape} must agree in heads and tokens")
-    if q.shape[0] == 0 or q.shape[0] % k.shape[0] or q.shape[2] != k.shape[2]:
+    if k.shape[0] == 0 or q.shape[0] == 0 or q.shape[0] % k.shape[0] or q.shape[2] != k.shape[2]:
         raise ValueError(f"queries {q.shape} must have a multiple of {k.shape[0]} heads and dim {k.shape[2]}")
     layer, config, diag, handle = _ffi.Layer(), _ffi.Config(), _ffi.Diag(), C.c_void_p()
     _lib.akv_layer_init(C.byref(layer))
@@ -200,14 +210,14 @@ def compress(
     s = layer.shape
     s.num_kv_heads, s.num_tokens, s.head_dim_k = k.shape
     s.head_dim_v, s.gqa_group, s.num_queries = v.shape[2], q.shape[0] // k.shape[0], q.shape[1]
-    layer.keys, layer.values, layer.queries = (_tensor(*arrays[n]) for n in ("keys", "values", "queries"))
+    layer.keys, layer.values, layer.queries = k.tensor, v.tensor, q.tensor
     keep = []  # what the structs point to must outlive the call
     if sampled is not None and len(sampled_positions) > 0:
-        m, dtype = _array(sampled, "sampled")
+        m = view(sampled, "sampled")
         at = np.ascontiguousarray(sampled_positions, np.int32)
         if m.shape != (q.shape[0], len(at), k.shape[2]):
             raise ValueError(f"sampled {m.shape} must be [{q.shape[0]}, {len(at)}, {k.shape[2]}]")
-        layer.sampled, layer.num_sampled = _tensor(m, dtype), len(at)
+        layer.sampled, layer.num_sampled = m.tensor, len(at)
         layer.sampled_positions = at.ctypes.data_as(C.POINTER(C.c_int32))
         keep += [m, at]
     if positions is not None:
@@ -229,19 +239,65 @@ def compress(
         s.rotary_dim = layer.rope.rotary_dim = 0
     layer.sm_scale = k.shape[2] ** -0.5 if sm_scale is None else sm_scale
     layer.logit_softcap = logit_softcap
-    config.profile, config.seed, config.budget_bytes = _ffi.PROFILES[profile], seed, budget_bytes
+    config.profile, config.seed, config.budget_bytes = _profile(profile), seed, budget_bytes
+    config.executor = executor
     if keep_ratio is not None:
         config.keep_ratio = keep_ratio
     if overrides:
         x = experiment(profile, **overrides)
         config.experiment = C.pointer(x)
         keep.append(x)
-    call = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}[
-        method
-    ]
-    _check(call(C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
+    calls = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}
+    if method not in calls:
+        raise ValueError(f"method {method!r} is unknown; there are {', '.join(calls)}")
+    _check(calls[method](C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
     del keep
     return Segment(handle.value)
+
+
+def plan(
+    num_tokens,
+    num_kv_heads,
+    gqa_group,
+    head_dim,
+    *,
+    keep_ratio=0.1,
+    profile="default",
+    rotary_dim=None,
+    window=32,
+    head_dim_v=None,
+    has_positions=False,
+):
+    """Exact bytes of a segment before making it; {"kind", "bytes", "dense_bytes", "min_keep_ratio", ...}.
+
+    A ratio that this shape cannot reach raises AkvError; the message names the smallest one.
+    """
+    shape, config, info, diag = _ffi.Shape(), _ffi.Config(), _ffi.PlanInfo(), _ffi.Diag()
+    _lib.akv_shape_init(C.byref(shape))
+    _lib.akv_config_init(C.byref(config))
+    _lib.akv_plan_info_init(C.byref(info))
+    shape.num_tokens, shape.num_kv_heads, shape.gqa_group = num_tokens, num_kv_heads, gqa_group
+    shape.head_dim_k, shape.head_dim_v = head_dim, head_dim_v or head_dim
+    shape.rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    shape.num_queries, shape.has_positions, shape.dtype = window, int(has_positions), _ffi.BF16
+    config.profile, config.keep_ratio = _profile(profile), keep_ratio
+    _check(_lib.akv_plan(C.byref(shape), C.byref(config), C.byref(info), C.byref(diag)), diag)
+    return {
+        "kind": _ffi.SEGMENT_KINDS[info.kind],
+        "dense_reason": _ffi.DENSE_REASONS[info.dense_reason],
+        "bytes": info.bytes.total,
+        "budget_bytes": info.budget_bytes,
+        "dense_bytes": info.dense_bytes,
+        "num_anchors": info.num_anchors,
+        "min_bytes": info.min_bytes,
+        "min_keep_ratio": info.min_keep_ratio,
+    }
+
+
+def _profile(name):
+    if name not in _ffi.PROFILES:
+        raise ValueError(f"profile {name!r} is unknown; there are {', '.join(_ffi.PROFILES)}")
+    return _ffi.PROFILES[name]
 
 
 def map_layers(function, layers, threads):

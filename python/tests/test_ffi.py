@@ -21,6 +21,12 @@ STRUCTS = {
     "akv_bytes": _ffi.Bytes,
     "akv_layer": _ffi.Layer,
     "akv_segment_info": _ffi.SegmentInfo,
+    "akv_plan_info": _ffi.PlanInfo,
+    "akv_attend_params": _ffi.AttendParams,
+    "akv_document_model": _ffi.DocumentModel,
+    "akv_document_layer": _ffi.DocumentLayer,
+    "akv_document_property": _ffi.DocumentProperty,
+    "akv_document_parts": _ffi.DocumentParts,
 }
 
 
@@ -39,7 +45,8 @@ class LayoutTest(unittest.TestCase):
                 at = getattr(struct, field)
                 expected.append(f"{name}.{field} {at.offset} {at.size}")
         source = (
-            '#include <stdio.h>\n#include <stddef.h>\n#include "anchorkv/akv_experimental.h"\nint main(void)\n{\n'
+            "#include <stdio.h>\n#include <stddef.h>\n"
+            '#include "anchorkv/akv_experimental.h"\n#include "anchorkv/akv_document.h"\nint main(void)\n{\n'
             + "\n".join(lines)
             + "\n    return 0;\n}\n"
         )

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One full-attention layer of an AnchorKVCache: compressed segments of every row, and a dense tail of new tokens."""
+
+import weakref
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..attention import attend
+from ..codec import AkvError, compress
+from .attention import TAG
+
+SAMPLED = 64  # further prompt queries that weight the key coordinates
+GROW = 256  # tokens by which the tail's memory grows at least
+INFEASIBLE = -20  # AKV_E_INFEASIBLE
+
+
+class Settings:
+    """What all layers of one cache share."""
+
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+
+class AnchorKVLayer(CacheLayerMixin):
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, settings, index, rope):
+        super().__init__()
+        self.settings, self.index, self.rope = settings, index, rope
+        self.module = None
+        self.reset()
+
+    def reset(self):
+        self.keys = self.values = None  # kept for readers of other caches' fields: views of the tail
+        self._k = self._v = None  # [B, H, capacity, d]
+        self.n = 0  # tokens in the tail
+        self.offset = 0  # tokens in the segments, padding included
+        self.rows = None  # rows[b]: [Segment]
+        self.pending = False  # keys were handed out and not attended to yet
+        self.is_initialized = False
+        self.why_dense = None
+        self.sinks = None
+        self.cuda = None
+        self._forget()
+
+    def _forget(self):
+        self.recent = None  # [B, Hq, <= ring, d] queries of the last tokens of the tail
+        self.sampled = []  # [(index in the tail, [B, Hq, M, d])]
+        self.positions, self.valid = [], []  # of the tail: [B or 1, t] pieces; valid None = all real
+
+    # ------------------------------------------------------------------------------------------ what transformers calls
+
+    def lazy_initialization(self, key_states, value_states):
+        for x, name in ((key_states, "keys"), (value_states, "values")):
+            if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+                raise TypeError(f"the model's {name} are {x.dtype}; load it in float32, float16 or bfloat16")
+        if key_states.device.type not in ("cpu", "cuda"):
+            raise NotImplementedError(f"the model is on {key_states.device}; AnchorKVCache works on cpu and cuda")
+        if self.rope.dim > key_states.shape[-1]:
+            raise ValueError(
+                f"layer {self.index}: keys have {key_states.shape[-1]} coordinates, the model this cache was made for "
+                f"rotates {self.rope.dim}: make an AnchorKVCache from this model's config"
+            )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.rows = [[] for _ in range(key_states.shape[0])]
+        self.is_initialized = True
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Append; the keys returned carry the layer with them, so that the attention function finds it."""
+        if self.pending:
+            raise RuntimeError(
+                f"layer {self.index}: keys were cached but not attended to through anchorkv's attention function. "
+                "The model's attn_implementation was changed after the cache was made, or this model type does not "
+                "hand its cached keys to the attention function unchanged"
+            )
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        B = len(self.rows)
+        if key_states.shape[0] != B:
+            raise ValueError(
+                f"layer {self.index}: {key_states.shape[0]} rows given, the cache holds {B}; use a new cache, or "
+                "batch_repeat_interleave / batch_select_indices"
+            )
+        if key_states.dtype != self.dtype or key_states.device != self.device:
+            raise ValueError(
+                f"layer {self.index}: {key_states.dtype} on {key_states.device} given, the cache holds {self.dtype} on "
+                f"{self.device}; use a new cache"
+            )
+        t = key_states.shape[2]
+        if self.settings.when == "decode" and self.offset == 0 and t == 1 and self.n > 1:
+            self.compress_tail()
+        self._append(key_states, value_states)
+        self.pending = True
+        self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
+        keys = self._k[:, :, : self.n]  # another object than self.keys: the mark must not make a reference cycle
+        setattr(keys, TAG, self)
+        return keys, self.values
+
+    def _append(self, k, v):
+        need = self.n + k.shape[2]
+        if self.n == 0 and k.shape[2] > 1:
+            self._k, self._v = k, v  # a prompt is taken over as it is
+        else:
+            if self._k is None or self._k.shape[2] < need or self._shared:
+                capacity = need + max(GROW, need // 4)
+                for name, new in (("_k", k), ("_v", v)):
+                    old, grown = getattr(self, name), new.new_empty((*new.shape[:2], capacity, new.shape[3]))
+                    if self.n:
+                        grown[:, :, : self.n] = old[:, :, : self.n]
+                    setattr(self, name, grown)
+            self._k[:, :, self.n : need] = k
+            self._v[:, :, self.n : need] = v
+        self._shared = self._k is k
+        self.n = need
+
+    def get_seq_length(self, *args):
+        return self.offset + self.n
+
+    def get_mask_sizes(self, query_length):
+        if not isinstance(query_length, int):  # transformers before 5.3 gives the positions
+            query_length = query_length.shape[0]
+        return self.n + query_length, self.offset
+
+    def get_max_length(self):
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name before 5.3
+
+    def crop(self, tokens_to_remove):
+        if tokens_to_remove > 0:  # transformers before 5.3: the length that is wanted
+            tokens_to_remove = min(0, tokens_to_remove - self.get_seq_length())
+        count = -tokens_to_remove
+        if count == 0:
+            return
+        if count > self.n:
+            raise ValueError(
+                f"crop by {count} tokens reaches into the compressed part; at most the {self.n} newest tokens, which "
+                "are still exact, can be removed"
+            )
+        positions, valid = self._tail_positions(), self._tail_valid()
+        self.n -= count
+        self.positions, self.valid = [positions[:, : self.n]], [None if valid is None else valid[:, : self.n]]
+        if self.recent is not None:
+            self.recent = self.recent[:, :, : max(0, self.recent.shape[2] - count)]
+        self.sampled = [(i[i < self.n], q[:, :, i < self.n]) for i, q in self.sampled]
+        if self.n == 0:
+            self.positions, self.valid = [], []
+        self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
+        self.pending = False
+
+    def _pick(self, indices):
+        if not self.is_initialized:
+            return
+        indices = torch.as_tensor(indices)
+        rows = torch.arange(len(self.rows))[indices.cpu()].tolist()
+        B = len(self.rows)
+
+        def pick(x):
+            return x if x is None or (x.shape[0] == 1 and B > 1) else x[torch.tensor(rows, device=x.device)]
+
+        self.rows = [list(self.rows[r]) for r in rows]  # segments never change: rows share them
+        self._k, self._v = pick(self._k), pick(self._v)
+        self.recent = pick(self.recent)
+        self.sampled = [(i, pick(q)) for i, q in self.sampled]
+        self.positions, self.valid = [pick(p) for p in self.positions], [pick(p) for p in self.valid]
+        if self._k is not None:
+            self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
+        self.cuda = None
+
+    def reorder_cache(self, beam_idx):
+        self._pick(beam_idx)
+
+    def batch_repeat_interleave(self, repeats):
+        self._pick(torch.arange(len(self.rows or [])).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices):
+        self._pick(indices)
+
+    def offload(self):
+        raise NotImplementedError("AnchorKVCache is small already; offloading it to the CPU is not supported")
+
+    prefetch = offload
+
+    # ------------------------------------------------------------------------------------------------------- attention
+
+    def attend(self, underneath, module, query, key, value, mask, options):
+        self._check(module, query, options)
+        self.pending = False
+        self._observe(query, mask, options.get("position_ids"))
+        if self.offset == 0:
+            out = underneath(module, query, key, value, mask, **options)
+            limit = 1 if query.shape[2] > 1 and self.settings.when == "forward" else self.settings.tail_limit
+        else:
+            out = self._attend_compressed(query, mask), None
+            limit = self.settings.tail_limit
+        if self.n >= limit and (self.settings.when != "manual" or self.offset):
+            self.compress_tail()
+        return out
+
+    def _check(self, module, query, options):
+        if self.module is None or self.module() is None:
+            self.module = weakref.ref(module)
+        elif self.module() is not module:
+            raise ValueError(
+                f"layer {self.index}: this cache already holds what another model read; use one AnchorKVCache per "
+                "model and conversation"
+            )
+        if options.get("sliding_window") is not None:
+            raise NotImplementedError(
+                f"layer {self.index} attends through a sliding window of {options['sliding_window']}, which the "
+                "model's config does not say of this layer"
+            )
+        self.sm_scale = options.get("scaling") or query.shape[-1] ** -0.5
+        self.softcap = options.get("softcap") or 0.0
+        if options.get("s_aux") is not None and self.sinks is None:
+            self.sinks = options["s_aux"].detach().float().contiguous()
+
+    def _observe(self, query, mask, positions):
+        t = query.shape[2]
+        if positions is None:
+            positions = torch.arange(self.get_seq_length() - t, self.get_seq_length(), device=query.device)[None]
+        if positions.dim() != 2 or positions.shape[1] != t:
+            raise NotImplementedError(
+                f"position_ids of shape {tuple(positions.shape)} for {t} tokens: one position per token is supported"
+            )
+        self.positions.append(positions)
+        self.valid.append(self._valid_of(mask, t))
+        ring = self.settings.ring
+        if t >= ring or self.recent is None:
+            self.recent = query[:, :, -ring:].clone()
+        else:
+            self.recent = torch.cat((self.recent, query), 2)[:, :, -ring:]
+        if t > 1:
+            last = max(1, t - self.settings.window)
+            m = min(SAMPLED, last)
+            at = (2 * torch.arange(m) + 1) * last // (2 * m)  # the middle of each of m stretches
+        elif self.n % 16 == 0:
+            at = torch.zeros(1, dtype=torch.long)
+        else:
+            return
+        self.sampled.append((at + (self.n - t), query[:, :, at.to(query.device)].clone()))
+
+    @staticmethod
+    def _valid_of(mask, t):
+        """[B, t] which of the newest tokens are real, or None: all. Padding is what the last query does not see."""
+        if mask is None or t == 1:
+            return None
+        row = mask[:, 0, -1, -t:]
+        row = row if row.dtype == torch.bool else row > torch.finfo(row.dtype).min / 2
+        return None if bool(row.all()) else row
+
+    def _tail_positions(self):
+        B = len(self.rows)
+        pieces = [p.expand(B, -1) for p in self.positions]
+        return torch.cat(pieces, 1) if len(pieces) > 1 else pieces[0]
+
+    def _tail_valid(self):
+        if all(v is None for v in self.valid):
+            return None
+        B = len(self.rows)
+        return torch.cat(
+            [
+                torch.ones((B, p.shape[1]), dtype=torch.bool, device=p.device) if v is None else v.expand(B, -1)
+                for p, v in zip(self.positions, self.valid)
+            ],
+            1,
+        )
+
+    def _attend_compressed(self, query, mask):
+        B, heads, t, _ = query.shape
+        if mask is not None:
+            if mask.shape[1] != 1:
+                raise NotImplementedError("a mask per attention head is not supported once the cache is compressed")
+            mask = mask[:, 0, :, -self.n :]
+            if mask.dtype == torch.bool:
+                if t == 1 and bool(mask.all()):
+                    mask = None
+                else:
+                    mask = torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, float("-inf"))
+            else:
+                mask = mask.float()
+        k, v = self._k[:, :, : self.n], self._v[:, :, : self.n]
+        order = self.settings.order
+        if order is not None:
+            query, k = query[..., order], k[..., order]
+        if self.device.type == "cuda":
+            from .cuda import attend_cuda
+
+            return attend_cuda(self, query, k, v, mask)
+        out = torch.empty((B, t, heads, v.shape[3]), dtype=torch.float32)
+        for b in range(B):
+            attend(
+                query[b],
+                self.rows[b],
+                k[b],
+                v[b],
+                out=out[b].transpose(0, 1),
+                mask=None if mask is None else mask[b if mask.shape[0] > 1 else 0],
+                sm_scale=self.sm_scale,
+                logit_softcap=self.softcap,
+                sinks=self.sinks,
+                threads=self.settings.threads,
+            )
+        return out.to(query.dtype)
+
+    # ----------------------------------------------------------------------------------------------------- compression
+
+    def compress_tail(self, strict=False):
+        """The tail of every row becomes a segment, its memory is freed. Tails too short for the ratio stay exact."""
+        positions, valid = self._tail_positions().cpu(), self._tail_valid()
+        valid = None if valid is None else valid.cpu()
+        index = torch.cat([i for i, _ in self.sampled]) if self.sampled else torch.empty(0, dtype=torch.long)
+        sampled = torch.cat([q for _, q in self.sampled], 2) if len(index) else None
+        segments = []
+        for b in range(len(self.rows)):
+            at = None if valid is None else valid[b].nonzero()[:, 0]
+            if at is not None and len(at) == 0:
+                raise ValueError(f"row {b} of the batch holds padding only; there is nothing to compress")
+            try:
+                segments.append(self._compress_row(b, at, positions[b], index, sampled))
+            except AkvError as error:
+                if error.status != INFEASIBLE:
+                    raise
+                if strict or self.n >= self.settings.tail_limit:
+                    raise
+                self.why_dense = str(error)
+                return False
+        for row, segment in zip(self.rows, segments):
+            row.append(segment)
+        self.offset += self.n
+        self._k = self._v = self.keys = self.values = None
+        self.n, self.why_dense, self.cuda = 0, None, None
+        self._forget()
+        # An empty tail of the right shape, so that masks and views need no special case.
+        H, dk = segments[0].num_kv_heads, segments[0].head_dim_k
+        self._k = torch.empty((len(self.rows), H, 0, dk), dtype=self.dtype, device=self.device)
+        self._v = self._k.new_empty((len(self.rows), H, 0, segments[0].head_dim_v))
+        self._shared = False
+        return True
+
+    def _compress_row(self, b, at, positions, index, sampled):
+        s, n = self.settings, self.n
+        k, v, q = self._k[b][:, :n].detach(), self._v[b][:, :n].detach(), self.recent[b].detach()
+        queries_at = torch.arange(n - q.shape[1], n)
+        if at is not None:
+            if int(at[-1]) - int(at[0]) + 1 == len(at):  # padding in front only: a view
+                k, v = k[:, int(at[0]) : int(at[-1]) + 1], v[:, int(at[0]) : int(at[-1]) + 1]
+            else:
+                k, v = k[:, at.to(k.device)], v[:, at.to(k.device)]
+            positions = positions[at]
+            q = q[:, torch.isin(queries_at, at).to(q.device)]
+            keep = torch.isin(index, at)
+        else:
+            keep = torch.ones(len(index), dtype=torch.bool)
+        tokens = k.shape[1]
+        window = min(s.window, q.shape[1], tokens)
+        if window == 0:
+            raise ValueError(
+                "no query of the tokens to compress is known: crop removed them; generate some tokens first"
+            )
+        keep = keep.nonzero()[:, 0]
+        if len(keep) > SAMPLED:
+            keep = keep[torch.linspace(0, len(keep) - 1, SAMPLED).long()]
+        m = None if len(keep) == 0 else sampled[b][:, keep.to(sampled.device)].detach()
+        asked = None if m is None else self._tail_positions()[b].cpu()[index[keep]].int().numpy()
+        q = q[:, -window:]
+        order, style = s.order, self.rope.style
+        if order is not None:
+            k, q, m = k[..., order], q[..., order], None if m is None else m[..., order]
+            style = "interleaved"
+        if self.device.type != "cpu":
+            k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
+        positions = positions.int()
+        consecutive = bool((positions[1:] - positions[:-1] == 1).all())
+        if not consecutive and bool((positions[1:] <= positions[:-1]).any()):
+            raise ValueError(f"row {b}: position_ids must rise from token to token")
+        segment = compress(
+            k,
+            v,
+            q,
+            keep_ratio=s.keep_ratio,
+            profile=s.profile,
+            overrides=s.overrides,
+            method=s.method,
+            sampled=m,
+            sampled_positions=asked,
+            positions=None if consecutive else positions.numpy(),
+            first_position=int(positions[0]),
+            rope_inv_freq=self.rope.inv_freq if self.rope.dim else None,
+            rope_style=style,
+            rope_magnitude=self.rope.magnitude,
+            sm_scale=self.sm_scale,
+            logit_softcap=self.softcap,
+            layer_index=self.index,
+            seed=s.seed,
+            executor=s.threads.executor if s.threads else None,
+        )
+        return segment
+
+    # ---------------------------------------------------------------------------------------------------------- numbers
+
+    def nbytes(self):
+        """Bytes that this layer holds now: segments, the tail's memory, the queries kept for compression."""
+        distinct = {s.handle: s.nbytes for row in self.rows or [] for s in row}
+        held = [self._k, self._v, self.recent] + [q for _, q in self.sampled]
+        return sum(distinct.values()) + sum(x.numel() * x.element_size() for x in held if x is not None)

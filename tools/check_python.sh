@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# check_python.sh - build the wheel, install it, and run the Python tests against what was installed.
+#
+# Three environments in .deps/python (or AKV_DEPS/python): `main` with PyTorch and the newest transformers, `kvpress` laid
+# over it with the older transformers that kvpress wants, `clean` with numpy alone. PyTorch is large (2.5 GB to fetch, 6 GB
+# on disk), so this is not part of `make check`. Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+deps=${AKV_DEPS:-$PWD/.deps}/python
+export OMP_WAIT_POLICY=passive PIP_DISABLE_PIP_VERSION_CHECK=1
+unset AKV_LIBRARY PYTHONPATH
+
+say() { printf 'check-python: %s\n' "$*" >&2; }
+python=${AKV_PYTHON:-$(command -v python3.11 || command -v python3)}
+"$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
+    say "the pinned wheels are those for Python 3.11, and venv is needed; $python is not that. Name one with AKV_PYTHON"
+    exit 1
+}
+mkdir -p "$deps"
+
+# An environment counts as there when the requirements it was made from are the present ones.
+environment() { # name, requirement files...
+    local name=$1 stamp
+    shift
+    stamp=$("$python" --version; cat "$@" | sha256sum)
+    if [ "$(cat "$deps/$name/.stamp" 2>/dev/null)" = "$stamp" ]; then
+        return 1
+    fi
+    say "making the environment \"$name\""
+    rm -rf "${deps:?}/$name"
+    "$python" -m venv "$deps/$name"
+    echo "$stamp" >"$deps/$name/.new"
+}
+ready() { mv "$deps/$1/.new" "$deps/$1/.stamp"; }
+
+started=$SECONDS
+if environment main tools/python-requirements.txt; then
+    "$deps/main/bin/pip" install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements.txt
+    ready main
+fi
+site=$("$deps/main/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+if environment kvpress tools/python-requirements.txt tools/python-requirements-kvpress.txt; then
+    "$deps/kvpress/bin/pip" install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements-kvpress.txt
+    echo "$site" >"$deps/kvpress/lib/$(basename "$(dirname "$site")")/site-packages/main.pth"
+    ready kvpress
+fi
+if environment clean tools/python-requirements.txt; then
+    ready clean
+fi
+say "environments ready after $((SECONDS - started)) s"
+
+rm -rf "$deps/wheel"
+"$deps/main/bin/python" -m build --wheel --no-isolation -o "$deps/wheel" . >"$deps/wheel.log" 2>&1 || {
+    tail -n 30 "$deps/wheel.log" >&2
+    say "the wheel could not be built; all output: $deps/wheel.log"
+    exit 1
+}
+numpy=$(sed -n 's/^numpy==\([0-9.]*\).*/\1/p' tools/python-requirements.txt)
+cp -a "$site/numpy" "$site/numpy-$numpy.dist-info" "$site/numpy.libs" \
+    "$(dirname "$site" | sed "s#/main/#/clean/#")/site-packages/" 2>/dev/null || true
+for name in main kvpress clean; do
+    "$deps/$name/bin/pip" install -q --no-deps --no-index --force-reinstall "$deps"/wheel/*.whl
+done
+say "wheel built and installed after $((SECONDS - started)) s"
+"$deps/clean/bin/python" python/tests/wheel_check.py
+
+failed=0
+"$deps/main/bin/python" -m pytest -q --no-header -W ignore -p no:cacheprovider python/tests "$@" || failed=1
+"$deps/kvpress/bin/python" -m pytest -q --no-header -W ignore -p no:cacheprovider python/tests/test_cache.py \
+    python/tests/test_press.py "$@" || failed=1
+say "done after $((SECONDS - started)) s"
+exit "$failed"
