@@ -201,6 +201,8 @@ class AttendParams(C.Structure):
         ("state_max", C.c_void_p),
         ("state_sum", C.c_void_p),
         ("executor", C.c_void_p),
+        ("segment_shifts", C.POINTER(C.c_int64)),
+        ("rope", C.POINTER(Rope)),
     ]
 
 
@@ -293,6 +295,7 @@ def load():
         ("akv_compress", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
         ("akv_segment_create_dense", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
         ("akv_evict_snapkv", C.c_int, [C.POINTER(Layer), C.POINTER(Config), C.POINTER(segment), diag]),
+        ("akv_segment_cut", C.c_int, [segment, C.c_uint64, C.POINTER(Config), C.POINTER(segment), diag]),
         ("akv_segment_retain", C.c_void_p, [segment]),
         ("akv_segment_release", None, [segment]),
         ("akv_segment_get_info", C.c_int, [segment, C.POINTER(SegmentInfo), diag]),
