@@ -135,6 +135,12 @@ class Segment:
         _check(_lib.akv_segment_open(x.ctypes.data, x.nbytes, 1, None, C.byref(handle), C.byref(diag)), diag)
         return cls(handle.value)
 
+    def cut(self, num_tokens):
+        """The first tokens as a segment of their own: the same keys and values, bit by bit (not for profile paper)."""
+        handle, diag = C.c_void_p(), _ffi.Diag()
+        _check(_lib.akv_segment_cut(self.handle, num_tokens, None, C.byref(handle), C.byref(diag)), diag)
+        return Segment(handle.value)
+
     def data(self):
         """The canonical bytes (docs/format.md), copied."""
         self._info()

@@ -184,8 +184,30 @@ def test_crop():
         cache.crop(-9)
         assert cache.get_seq_length() == 150
         assert torch.equal(model(ids[:, :3], past_key_values=cache).logits, before)
-        with pytest.raises(ValueError, match="at most the 3 newest tokens"):
-            cache.crop(-4)
+        cache.crop(-33)  # into the segment: 120 tokens stay
+        a = model(ids[:, 120:126], past_key_values=cache).logits[:, -1]
+        assert (a - model(ids[:, :126]).logits[:, -1]).abs().max() < SAME
+        with pytest.raises(ValueError, match="at least one token stays"):
+            cache.crop(-126)
+
+
+def test_crop_compressed():
+    model, ids = structured_model(), prompt(1200)
+    with torch.inference_mode():
+        cut = AnchorKVCache(model.config, ratio=5)
+        model(ids, past_key_values=cut)
+        before = cut.hosted[1].rows[0][0].decode()
+        cut.crop(-300)
+        after = cut.hosted[1].rows[0][0].decode()
+        assert cut.get_seq_length() == 900
+        assert all(np.array_equal(a[:, :900], b) for a, b in zip(before, after))
+        exact = model(ids[:, :901]).logits[:, -1]
+        assert (model(ids[:, 900:901], past_key_values=cut).logits[:, -1] - exact).norm() < 0.2 * exact.norm()
+        paper = AnchorKVCache(model.config, ratio=5, profile="paper")
+        model(ids, past_key_values=paper)
+        with pytest.raises(anchorkv.AkvError, match="paper"):
+            paper.crop(-300)
+        assert paper.get_seq_length() == 1200
 
 
 def test_assisted_decoding():

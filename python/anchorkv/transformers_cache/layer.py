@@ -137,10 +137,10 @@ class AnchorKVLayer(CacheLayerMixin):
         if count == 0:
             return
         if count > self.n:
-            raise ValueError(
-                f"crop by {count} tokens reaches into the compressed part; at most the {self.n} newest tokens, which "
-                "are still exact, can be removed"
-            )
+            self._cut(count - self.n)
+            self._empty_tail(self.rows[0][0])
+            self.pending = False
+            return
         positions, valid = self._tail_positions(), self._tail_valid()
         self.n -= count
         self.positions, self.valid = [positions[:, : self.n]], [None if valid is None else valid[:, : self.n]]
@@ -332,17 +332,51 @@ class AnchorKVLayer(CacheLayerMixin):
         for row, segment in zip(self.rows, segments):
             row.append(segment)
         self.offset += self.n
-        self._k = self._v = self.keys = self.values = None
-        self.n, self.why_dense, self.cuda = 0, None, None
-        self._forget()
-        # An empty tail of the right shape, so that masks and views need no special case.
-        H, dk = segments[0].num_kv_heads, segments[0].head_dim_k
-        self._k = torch.empty((len(self.rows), H, 0, dk), dtype=self.dtype, device=self.device)
-        self._v = self._k.new_empty((len(self.rows), H, 0, segments[0].head_dim_v))
-        self._shared = False
+        self._empty_tail(segments[0])
         return True
 
-    def _compress_row(self, b, at, positions, index, sampled):
+    def _empty_tail(self, segment):
+        """No tokens, but the right shape, so that masks and views need no special case."""
+        self._k = self._v = self.keys = self.values = None  # what it held is free from here on
+        self.n, self.why_dense, self.cuda = 0, None, None
+        self._forget()
+        shape = (len(self.rows), segment.num_kv_heads, 0)
+        self._k = torch.empty((*shape, segment.head_dim_k), dtype=self.dtype, device=self.device)
+        self._v = torch.empty((*shape, segment.head_dim_v), dtype=self.dtype, device=self.device)
+        self._shared = False
+
+    def dense_tail(self):
+        """The tail of a single row as an exact segment; the tail itself stays."""
+        nothing = torch.empty(0, dtype=torch.long)
+        return self._compress_row(0, None, self._tail_positions()[0].cpu(), nothing, None, method="dense")
+
+    def adopt(self, segments, model, entry):
+        """Take the segments of a document, as the only row."""
+        weight = next(model.parameters())
+        self.dtype, self.device, self.rows, self.is_initialized = weight.dtype, model.device, [list(segments)], True
+        self.sm_scale, self.softcap = entry.sm_scale, entry.logit_softcap
+        self.offset = segments[-1].info()["last_position"] + 1
+        self._empty_tail(segments[0])
+
+    def _cut(self, count):
+        """Take `count` more tokens off the end of the compressed part."""
+        if any(sum(s.num_tokens for s in row) != self.offset for row in self.rows) or count >= self.offset:
+            raise ValueError(
+                f"crop by {count} tokens more than the exact ones reaches into the compressed part, which can be cut only "
+                "when no row is padded or has lost tokens, and at least one token stays"
+            )
+        cut = []
+        for row in self.rows:
+            kept, left = list(row), count
+            while left >= kept[-1].num_tokens:
+                left -= kept.pop().num_tokens
+            if left:
+                kept[-1] = kept[-1].cut(kept[-1].num_tokens - left)
+            cut.append(kept)
+        self.rows, self.cuda = cut, None
+        self.offset -= count
+
+    def _compress_row(self, b, at, positions, index, sampled, method=None):
         s, n = self.settings, self.n
         k, v, q = self._k[b][:, :n].detach(), self._v[b][:, :n].detach(), self.recent[b].detach()
         queries_at = torch.arange(n - q.shape[1], n)
@@ -385,7 +419,7 @@ class AnchorKVLayer(CacheLayerMixin):
             keep_ratio=s.keep_ratio,
             profile=s.profile,
             overrides=s.overrides,
-            method=s.method,
+            method=method or s.method,
             sampled=m,
             sampled_positions=asked,
             positions=None if consecutive else positions.numpy(),

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`.akv` documents (docs/format.md): write and read them as bytes in a file."""
+
+import ctypes as C
+import os
+
+import numpy as np
+
+from . import _ffi
+from .codec import Segment, _check, _lib
+
+METHODS = {0: "anchorkv", 1: "snapkv", 2: "exact"}
+IO = -50  # AKV_E_IO
+
+
+def write(path, model, tokens, layers, segments, *, method=0, properties=()):
+    """model: _ffi.DocumentModel; layers: [_ffi.DocumentLayer]; segments: [Segment] in layer order. Replaces `path` when
+    everything is written, and only then."""
+    parts, diag = _ffi.DocumentParts(), _ffi.Diag()
+    _lib.akv_document_parts_init(C.byref(parts))
+    ids = np.ascontiguousarray(tokens, np.int32)
+    parts.model, parts.method = model, method
+    parts.tokens, parts.num_tokens = ids.ctypes.data_as(C.POINTER(C.c_int32)), len(ids)
+    parts.next_position = len(ids)
+    table = (_ffi.DocumentLayer * len(layers))(*layers)
+    handles = (C.c_void_p * len(segments))(*[s.handle for s in segments])
+    pairs = (_ffi.DocumentProperty * max(1, len(properties)))(*[(k.encode(), v.encode()) for k, v in properties])
+    parts.layers, parts.num_layers = table, len(layers)
+    parts.segments, parts.num_segments = C.cast(handles, C.POINTER(C.c_void_p)), len(segments)
+    parts.properties, parts.num_properties = pairs, len(properties)
+    temporary, failure = f"{path}.{os.getpid()}.tmp", []
+    try:
+        with open(temporary, "wb") as file:
+
+            def piece(_, data, size, __):
+                try:
+                    file.write(C.string_at(data, size))
+                except OSError as error:
+                    failure.append(error)
+                    return IO
+                return 0
+
+            status = _lib.akv_document_write(C.byref(parts), _ffi.DocumentWrite(piece), None, None, C.byref(diag))
+        if failure:
+            raise failure[0]
+        _check(status, diag)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+class Document:
+    """An open document: model, tokens, layers, properties; segments() copies them out. Every byte is checked first."""
+
+    def __init__(self, path):
+        self._data, self._handle = np.memmap(path, np.uint8, mode="r"), C.c_void_p()
+        diag = _ffi.Diag()
+        address, size = self._data.ctypes.data, self._data.nbytes
+        _check(_lib.akv_document_open(address, size, None, C.byref(self._handle), C.byref(diag)), diag)
+        _check(_lib.akv_document_verify(self._handle, C.byref(diag)), diag)
+        parts = _ffi.DocumentParts()
+        _lib.akv_document_parts_init(C.byref(parts))
+        _check(_lib.akv_document_get_parts(self._handle, C.byref(parts), C.byref(diag)), diag)
+        self.model = _ffi.DocumentModel.from_buffer_copy(parts.model)
+        self.tokens = np.ctypeslib.as_array(parts.tokens, (parts.num_tokens,)).copy()
+        self.method, self.next_position = METHODS.get(parts.method), parts.next_position
+        self.layers = [_ffi.DocumentLayer.from_buffer_copy(parts.layers[i]) for i in range(parts.num_layers)]
+        self.num_segments = parts.num_segments
+
+    def property(self, key):
+        value = _lib.akv_document_property_value(self._handle, key.encode(), 0)
+        return None if value is None else value.decode(errors="replace")
+
+    def segments(self):
+        out = []
+        for i in range(self.num_segments):
+            handle, diag = C.c_void_p(), _ffi.Diag()
+            _check(_lib.akv_document_open_segment(self._handle, i, 1, None, C.byref(handle), C.byref(diag)), diag)
+            out.append(Segment(handle.value))
+        return out
+
+    def close(self):
+        if self._handle:
+            _lib.akv_document_close(self._handle)
+            self._handle = None
+
+    def __del__(self):
+        if getattr(self, "_handle", None):
+            self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
