@@ -92,49 +92,11 @@ static bool make_properties(const cli_session *s, const cli_report *report, prop
 
 static int write_document(const cli_session *s, const char *path, const cli_report *report, uint64_t *file_bytes)
 {
-    akv_diag diag = {AKV_OK, ""};
-    akv_llama_store_parts store;
-    akv_document_parts parts;
     property_list properties;
-    cli_output *output = NULL;
-    akv_llama_store_parts_init(&store);
-    akv_document_parts_init(&parts);
-    akv_status status = akv_llama_store_get_parts(s->store, &store, &diag);
-    if (status != AKV_OK)
-        return cli_fail_diag(status, &diag, NULL);
-    akv_document_layer *layers = calloc(store.num_layers + 1, sizeof *layers);
-    if (layers == NULL || !make_properties(s, report, &properties)) {
-        free(layers);
+    if (!make_properties(s, report, &properties))
         return cli_fail(CLI_NO_MEMORY, "no memory for the document's tables");
-    }
-    memcpy(layers, store.layers, store.num_layers * sizeof *layers);
-    memcpy(&parts.model, &store.fingerprint, sizeof parts.model);
-    parts.tokens = store.tokens;
-    parts.num_tokens = store.num_tokens;
-    parts.next_position = store.next_position;
-    parts.method = store.method;
-    parts.layers = layers;
-    parts.num_layers = store.num_layers;
-    parts.segments = store.segments;
-    parts.num_segments = store.num_segments;
-    parts.properties = properties.items;
-    parts.num_properties = properties.count;
-    parts.native_state = store.native_state;
-    parts.native_state_bytes = store.native_state_bytes;
-
-    *file_bytes = akv_document_bytes(&parts);
-    int code = cli_output_open(path, &output);
-    if (code == CLI_OK) {
-        status = akv_document_write(&parts, cli_output_write, output, NULL, &diag);
-        if (status == AKV_OK) {
-            code = cli_output_commit(output);
-        } else {
-            cli_output_abort(output);
-            code = cli_fail_diag(status, &diag, path);
-        }
-    }
+    const int code = cli_store_write(s->store, properties.items, properties.count, path, file_bytes);
     free(properties.items);
-    free(layers);
     return code;
 }
 

@@ -20,6 +20,8 @@ static int run(int argc, char **argv)
 
 const cli_command cli_cmd_ask = {"ask", "answer questions about a document (not in this build: no libllama)", run,
                                  "akv ask is not in this build: it needs libllama\n"};
+const cli_command cli_cmd_chat = {"chat", "converse with a model (not in this build: no libllama)", run,
+                                  "akv chat is not in this build: it needs libllama\n"};
 const cli_command cli_cmd_pack = {"pack", "compress a document into a .akv file (not in this build: no libllama)", run,
                                   "akv pack is not in this build: it needs libllama\n"};
 const cli_command cli_cmd_eval = {"eval", "measure what compression costs (not in this build: no libllama)", run,

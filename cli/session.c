@@ -76,6 +76,8 @@ int cli_session_open(cli_session *s, const cli_settings *settings)
     options.progress = on_progress;
     options.progress_opaque = s;
     options.executor = akv_threads_executor(s->threads);
+    if (settings->tail_cells != 0)
+        options.tail_cells = settings->tail_cells;
     status = akv_llama_open(&options, &s->host, &diag);
     if (status != AKV_OK)
         return fail(s, status, &diag, settings->model);
@@ -234,6 +236,63 @@ int cli_session_load(cli_session *s, const char *path)
         return code;
     status = akv_llama_attach(s->host, s->store, &diag);
     return status == AKV_OK ? CLI_OK : fail(s, status, &diag, path);
+}
+
+int cli_store_write(const akv_llama_store *from, const akv_document_property *properties, uint32_t num_properties, const char *path,
+                    uint64_t *file_bytes)
+{
+    akv_diag diag = {AKV_OK, ""};
+    akv_llama_store_parts store;
+    akv_document_parts parts;
+    cli_output *output = NULL;
+    akv_llama_store_parts_init(&store);
+    akv_document_parts_init(&parts);
+    akv_status status = akv_llama_store_get_parts(from, &store, &diag);
+    if (status != AKV_OK)
+        return cli_fail_diag(status, &diag, NULL);
+    akv_document_layer *layers = calloc(store.num_layers + 1, sizeof *layers);
+    if (layers == NULL)
+        return cli_fail(CLI_NO_MEMORY, "no memory for the document's tables");
+    memcpy(layers, store.layers, store.num_layers * sizeof *layers);
+    memcpy(&parts.model, &store.fingerprint, sizeof parts.model);
+    parts.tokens = store.tokens;
+    parts.num_tokens = store.num_tokens;
+    parts.next_position = store.next_position;
+    parts.method = store.method;
+    parts.layers = layers;
+    parts.num_layers = store.num_layers;
+    parts.segments = store.segments;
+    parts.num_segments = store.num_segments;
+    parts.properties = properties;
+    parts.num_properties = num_properties;
+    parts.native_state = store.native_state;
+    parts.native_state_bytes = store.native_state_bytes;
+    *file_bytes = akv_document_bytes(&parts);
+    int code = cli_output_open(path, &output);
+    if (code == CLI_OK) {
+        status = akv_document_write(&parts, cli_output_write, output, NULL, &diag);
+        if (status == AKV_OK) {
+            code = cli_output_commit(output);
+        } else {
+            cli_output_abort(output);
+            code = cli_fail_diag(status, &diag, path);
+        }
+    }
+    free(layers);
+    return code;
+}
+
+void cli_session_unload(cli_session *s)
+{
+    akv_llama_detach(s->host, NULL);
+    akv_llama_store_release(s->store);
+    akv_document_close(s->document);
+    cli_unmap(&s->mapping);
+    akv_llama_free_tokens(s->tokens);
+    s->store = NULL;
+    s->document = NULL;
+    s->tokens = NULL;
+    s->path = NULL;
 }
 
 void cli_session_close(cli_session *s)

@@ -20,9 +20,14 @@ typedef struct cli_settings {
     bool quiet;
     const char *system; /* NULL = none */
     const char *json;   /* NULL = no JSON report */
+    uint32_t tail_cells; /* 0 = the host's default */
 } cli_settings;
 
 void cli_settings_init(cli_settings *settings);
+
+/* A store as a .akv file, complete or not at all. */
+int cli_store_write(const akv_llama_store *store, const akv_document_property *properties, uint32_t num_properties, const char *path,
+                    uint64_t *file_bytes);
 
 typedef struct cli_session {
     const cli_settings *settings;
@@ -54,6 +59,8 @@ int cli_session_read(cli_session *session, uint64_t room);
 int cli_session_prefill(cli_session *session, uint64_t reserve_cells);
 /* The same end from a .akv file, without prefill. */
 int cli_session_load(cli_session *session, const char *path);
+/* Forget the document and its file; the model stays. */
+void cli_session_unload(cli_session *session);
 void cli_session_close(cli_session *session);
 
 /* Fills everything but command, answers and file_bytes. report->layers comes from malloc, or is NULL. */

@@ -67,6 +67,7 @@ missing_packages() {
     find_python >/dev/null || echo python3 python3-pip ca-certificates
     has_header xxhash.h || echo libxxhash-dev
     has_header cjson/cJSON.h || echo libcjson-dev
+    has_header editline/readline.h || echo libedit-dev # line editing in akv chat; the build goes without it too
 }
 
 step_packages() {

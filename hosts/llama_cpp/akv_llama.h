@@ -170,6 +170,18 @@ akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt for
                                      const char *question, size_t question_bytes, int32_t **tokens, size_t *num_tokens,
                                      akv_diag *diag);
 
+/*
+ * Pieces of a chat of several turns, in the chat form. The opening is what stands before the first user's text (it is read as the
+ * document of a chat that has none); a turn is the user's text with what the template puts around it: after the opening, or
+ * after an answer that has not been closed yet. Behind a document the first turn is akv_llama_render_question.
+ */
+typedef enum akv_llama_turn { AKV_LLAMA_TURN_FIRST = 0, AKV_LLAMA_TURN_LATER = 1 } akv_llama_turn;
+
+akv_status akv_llama_render_opening(const akv_llama *host, const char *system, int32_t **tokens, size_t *num_tokens,
+                                    akv_diag *diag);
+akv_status akv_llama_render_turn(const akv_llama *host, akv_llama_turn turn, const char *system, const char *text,
+                                 size_t text_bytes, int32_t **tokens, size_t *num_tokens, akv_diag *diag);
+
 /* --------------------------------------------------------------------------------------- prefill and compress */
 
 /*
@@ -344,6 +356,60 @@ akv_status akv_llama_decode(akv_llama *host, const int32_t *tokens, size_t num_t
  * there are none. Valid until the next call that decodes, rewinds, attaches, detaches or frees.
  */
 const float *akv_llama_logits(const akv_llama *host, int64_t index);
+
+/* ------------------------------------------------------------------------------------------------- conversations */
+
+/* How a conversation behind an attached store is kept small. */
+typedef struct akv_llama_rolling {
+    size_t struct_size;
+    akv_config config;       /* of the segments; budget_bytes must be 0. executor NULL means the host's */
+    uint32_t segment_tokens; /* how many old tokens become one segment, at least; 1024 */
+    uint32_t keep_tokens;    /* how many of the latest stay exact, at least; 256 */
+    uint64_t budget_bytes;   /* most that all segments and B's cells may take together, hosted layers; 0 = no limit */
+} akv_llama_rolling;
+
+void akv_llama_rolling_init(akv_llama_rolling *rolling); /* config as akv_config_init */
+
+/*
+ * akv_llama_set_rolling() - from now on the oldest exact tokens of the conversation are compressed as it grows, the queries
+ * asked last telling what is worth its bytes; compressed segments (the document's too) are made smaller when the budget would
+ * not hold. NULL ends it. Ends with akv_llama_detach.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_INFEASIBLE (the budget is below what the
+ * exact tokens take at most beside the document; the message says what is needed), AKV_E_NO_MEMORY.
+ */
+akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolling, akv_diag *diag);
+
+/*
+ * akv_llama_truncate() - forget every token from `position` on, 1 <= position <= akv_llama_next_position: in B's cells, in the
+ * conversation's segments (one met in the middle is cut, exactly) and in the attached document. There are no logits afterwards.
+ * akv_llama_rewind leads back to the whole document. Also mends a conversation that a failed or cancelled decode left undefined.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_UNSUPPORTED (sliding-window or recurrent
+ * layers, which cannot go back; a segment that cannot be cut), AKV_E_NO_MEMORY.
+ */
+akv_status akv_llama_truncate(akv_llama *host, int32_t position, akv_diag *diag);
+
+/*
+ * akv_llama_snapshot() - document and conversation as one store; B's cells become a dense segment of it. The host goes on unchanged;
+ * segments are shared, not copied. Attached again it continues after the last token.
+ */
+akv_status akv_llama_snapshot(akv_llama *host, akv_llama_store **out, akv_diag *diag);
+
+/* Token ids [akv_llama_next_position] of document and conversation; borrowed until the next decode. NULL when nothing is attached. */
+const int32_t *akv_llama_history(const akv_llama *host);
+
+/* The bytes that count for the budget: all segments attended to, and B's cells as they are allocated. */
+typedef struct akv_llama_memory {
+    size_t struct_size;
+    akv_bytes segments;     /* by kind */
+    uint64_t cell_bytes;    /* of B's cells, hosted layers */
+    uint64_t dense_bytes;   /* what all tokens would take uncompressed in 16 bit, hosted layers */
+    uint32_t num_segments;  /* all layers together */
+    uint32_t rolls;         /* how often old tokens were compressed since attach */
+    uint32_t retargets;     /* how often segments were made smaller for the budget */
+} akv_llama_memory;
+
+void akv_llama_memory_init(akv_llama_memory *memory);
+akv_status akv_llama_get_memory(const akv_llama *host, akv_llama_memory *out, akv_diag *diag);
 
 int32_t akv_llama_next_position(const akv_llama *host); /* of the next token; -1 when neither prefilled nor attached */
 

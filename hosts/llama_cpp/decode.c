@@ -9,19 +9,35 @@
 
 /* -------------------------------------------------------------------------------------------- running segments */
 
+static void running_clear(akv_llama *host)
+{
+    akvl_running *r = &host->running;
+    for (uint32_t i = 0; r->lists && r->counts && i < host->num_layers; i++)
+        while (r->counts[i] > 0)
+            akv_segment_release(r->lists[i][--r->counts[i]]);
+}
+
 static void running_free(akv_llama *host)
 {
     akvl_running *r = &host->running;
-    for (uint32_t i = 0; r->lists && i < host->num_layers; i++) {
-        for (uint32_t s = r->borrowed[i]; s < r->counts[i]; s++)
-            akv_segment_release(r->lists[i][s]);
+    running_clear(host);
+    for (uint32_t i = 0; r->lists && i < host->num_layers; i++)
         free(r->lists[i]);
-    }
     free(r->lists);
     free(r->counts);
-    free(r->borrowed);
     free(r->capacities);
     memset(r, 0, sizeof *r);
+}
+
+/* The store's segments and nothing else. */
+static void running_rewind(akv_llama *host)
+{
+    akvl_running *r = &host->running;
+    const akv_llama_store_parts *parts = &host->store->parts;
+    running_clear(host);
+    for (uint32_t i = 0; i < host->num_layers; i++)
+        for (uint32_t s = 0; s < (r->lists[i] ? parts->layers[i].num_segments : 0); s++)
+            r->lists[i][r->counts[i]++] = akv_segment_retain(parts->segments[parts->layers[i].first_segment + s]);
 }
 
 static akv_status running_create(akv_llama *host, akv_diag *diag)
@@ -30,9 +46,8 @@ static akv_status running_create(akv_llama *host, akv_diag *diag)
     const akv_llama_store_parts *parts = &host->store->parts;
     r->lists = akvl_new(host->num_layers, sizeof *r->lists);
     r->counts = akvl_new(host->num_layers, sizeof *r->counts);
-    r->borrowed = akvl_new(host->num_layers, sizeof *r->borrowed);
     r->capacities = akvl_new(host->num_layers, sizeof *r->capacities);
-    bool ok = r->lists && r->counts && r->borrowed && r->capacities;
+    bool ok = r->lists && r->counts && r->capacities;
     for (uint32_t i = 0; ok && i < host->num_layers; i++) {
         const akv_llama_layer *layer = &parts->layers[i];
         if (layer->kind != AKV_LLAMA_LAYER_HOSTED)
@@ -40,34 +55,39 @@ static akv_status running_create(akv_llama *host, akv_diag *diag)
         r->capacities[i] = layer->num_segments + 8;
         r->lists[i] = akvl_new(r->capacities[i], sizeof *r->lists[i]);
         ok = r->lists[i] != NULL;
-        if (!ok)
-            break;
-        memcpy(r->lists[i], parts->segments + layer->first_segment, layer->num_segments * sizeof *r->lists[i]);
-        r->counts[i] = r->borrowed[i] = layer->num_segments;
     }
-    return ok ? AKV_OK
-              : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the segment lists of %u layers", host->num_layers);
+    if (!ok)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the segment lists of %u layers", host->num_layers);
+    running_rewind(host);
+    return AKV_OK;
 }
 
-static void running_rewind(akv_llama *host)
+akv_status akvl_running_reserve(akv_llama *host, uint32_t i, akv_diag *diag)
 {
     akvl_running *r = &host->running;
-    for (uint32_t i = 0; i < host->num_layers; i++)
-        while (r->counts[i] > r->borrowed[i])
-            akv_segment_release(r->lists[i][--r->counts[i]]);
+    if (r->counts[i] < r->capacities[i])
+        return AKV_OK;
+    const uint32_t capacity = r->capacities[i] * 2;
+    akv_segment **grown = realloc(r->lists[i], capacity * sizeof *grown);
+    if (!grown)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %u segments of layer %u", capacity, i);
+    r->lists[i] = grown;
+    r->capacities[i] = capacity;
+    return AKV_OK;
 }
 
-static akv_status running_append(akvl_running *r, uint32_t i, akv_segment *segment, akv_diag *diag)
+/* The token ids behind the document's. */
+static akv_status remember(akv_llama *host, const int32_t *tokens, size_t n, akv_diag *diag)
 {
-    if (r->counts[i] == r->capacities[i]) {
-        const uint32_t capacity = r->capacities[i] * 2;
-        akv_segment **grown = realloc(r->lists[i], capacity * sizeof *grown);
+    const size_t needed = (size_t)host->tail_position + n;
+    if (needed > host->history_capacity) {
+        int32_t *grown = realloc(host->history, (needed + needed / 2 + 64) * sizeof *grown);
         if (!grown)
-            return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %u segments of layer %u", capacity, i);
-        r->lists[i] = grown;
-        r->capacities[i] = capacity;
+            return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu tokens", needed);
+        host->history = grown;
+        host->history_capacity = needed + needed / 2 + 64;
     }
-    r->lists[i][r->counts[i]++] = segment;
+    memcpy(host->history + host->tail_position, tokens, n * sizeof *tokens);
     return AKV_OK;
 }
 
@@ -125,6 +145,8 @@ void akvl_replace(akvl_hook *hook, int number, struct ggml_tensor *node)
     host->stats.attend_seconds += akvl_seconds() - start;
     if (status != AKV_OK)
         akvl_fail(&hook->failure, status, "layer %d: %.480s", number, inner.message);
+    else
+        akvl_rolling_observe(host, (uint32_t)number, q);
 }
 
 /* Outside the callback, so that the callback never allocates. */
@@ -163,6 +185,10 @@ void akvl_drop_tail(akv_llama *host)
     host->tail = NULL;
     if (host->store)
         running_free(host);
+    akvl_rolling_free(host);
+    free(host->history);
+    host->history = NULL;
+    host->history_capacity = 0;
     akv_llama_store_release(host->store);
     host->store = NULL;
     akvl_graph_free(host->tail_graph);
@@ -170,9 +196,7 @@ void akvl_drop_tail(akv_llama *host)
     host->logits_rows = 0;
 }
 
-/* B's empty memory right behind `position` - 1, with the state of the layers that libllama keeps. */
-static akv_status reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position,
-                             akv_diag *diag)
+akv_status akvl_reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position, akv_diag *diag)
 {
     llama_memory_clear(llama_get_memory(host->tail), false);
     host->tail_used = 0;
@@ -184,7 +208,12 @@ static akv_status rewind_tail(akv_llama *host, akv_diag *diag)
 {
     const akv_llama_store_parts *parts = &host->store->parts;
     running_rewind(host);
-    return reset_tail(host, parts->native_state, (size_t)parts->native_state_bytes, parts->next_position, diag);
+    akvl_rolling_forget(host);
+    akv_status status = akvl_reset_tail(host, parts->native_state, (size_t)parts->native_state_bytes, 0, diag);
+    if (status == AKV_OK)
+        status = remember(host, parts->tokens, (size_t)parts->num_tokens, diag);
+    host->tail_first = host->tail_position = parts->next_position;
+    return status;
 }
 
 /* B's own graph must attend exactly as the store's layers were learnt. */
@@ -248,6 +277,7 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
         return status;
     }
     host->stats.decode_tokens = host->stats.tail_moves = 0;
+    host->rolls = host->retargets = 0;
     host->stats.decode_seconds = host->stats.attend_seconds = 0.0;
     akvl_note_store(host, store);
     return AKV_OK;
@@ -292,28 +322,32 @@ int32_t akv_llama_next_position(const akv_llama *host)
 
 /* ------------------------------------------------------------------------------------------------------- decode */
 
+akv_status akvl_tail_segment(akv_llama *host, uint32_t i, akv_segment **out, akv_diag *diag)
+{
+    akv_layer layer;
+    akvl_describe_layer(&host->tail_graph->layers[i], (int32_t)i, host->tail_used, host->tail_first, &layer);
+    layer.shape.num_queries = 1; /* not read for a dense segment */
+    akv_config config;
+    akv_config_init(&config);
+    config.executor = host->options.executor;
+    akv_diag inner = {.status = AKV_OK};
+    const akv_status status = akv_segment_create_dense(&layer, &config, out, &inner);
+    return status == AKV_OK ? AKV_OK : akvl_fail(diag, status, "layer %u: %.480s", i, inner.message);
+}
+
 /* B's cells -> one dense segment per hosted layer; B is empty afterwards and goes on at the same position. */
 static akv_status move_tail(akv_llama *host, akv_diag *diag)
 {
     for (uint32_t i = 0; i < host->num_layers; i++) {
         if (host->store->parts.layers[i].kind != AKV_LLAMA_LAYER_HOSTED)
             continue;
-        akv_layer layer;
-        akvl_describe_layer(&host->tail_graph->layers[i], (int32_t)i, host->tail_used, host->tail_first, &layer);
-        layer.shape.num_queries = 1; /* not read for a dense segment */
-        akv_config config;
-        akv_config_init(&config);
-        config.executor = host->options.executor;
         akv_segment *segment;
-        akv_diag inner = {.status = AKV_OK};
-        akv_status status = akv_segment_create_dense(&layer, &config, &segment, &inner);
+        akv_status status = akvl_running_reserve(host, i, diag);
+        if (status == AKV_OK)
+            status = akvl_tail_segment(host, i, &segment, diag);
         if (status != AKV_OK)
-            return akvl_fail(diag, status, "layer %u: %.480s", i, inner.message);
-        status = running_append(&host->running, i, segment, diag);
-        if (status != AKV_OK) {
-            akv_segment_release(segment);
             return status;
-        }
+        host->running.lists[i][host->running.counts[i]++] = segment;
     }
     void *state = NULL;
     size_t bytes = 0;
@@ -321,10 +355,10 @@ static akv_status move_tail(akv_llama *host, akv_diag *diag)
     if (host->store->parts.native_state_bytes)
         status = akvl_save_native(host->tail, &state, &bytes, diag);
     if (status == AKV_OK)
-        status = reset_tail(host, state, bytes, host->tail_position, diag);
+        status = akvl_reset_tail(host, state, bytes, host->tail_position, diag);
     free(state);
     host->stats.tail_moves++;
-    return status;
+    return status == AKV_OK ? akvl_roll(host, diag) : status;
 }
 
 /* *n may shrink to what fits; logits of the last token are computed when it ends the call (left == *n). */
@@ -346,6 +380,8 @@ static akv_status decode_step(akv_llama *host, const int32_t *tokens, size_t *n,
     if (status == AKV_OK)
         status =
             akvl_run(host, host->tail, &host->tail_hook, tokens, *n, host->tail_position, *n == left, want_all, diag);
+    if (status == AKV_OK)
+        status = remember(host, tokens, *n, diag);
     if (status == AKV_OK) {
         host->tail_used += (uint32_t)*n;
         host->tail_position += (int32_t)*n;

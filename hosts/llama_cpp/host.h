@@ -128,13 +128,20 @@ typedef struct akvl_hook {
     bool cancelled;
 } akvl_hook;
 
-/* Dense segments that B's cells moved into, one list per hosted layer, all of one length. */
+/* What a hosted layer attends to besides B's cells: the store's segments, then those of the conversation. All are retained. */
 typedef struct akvl_running {
-    akv_segment ***lists; /* [num_layers] -> [capacity]: the store's segments first, borrowed, then owned ones */
+    akv_segment ***lists; /* [num_layers] -> [capacity] */
     uint32_t *counts;     /* [num_layers] */
-    uint32_t *borrowed;   /* [num_layers] */
     uint32_t *capacities; /* [num_layers] */
 } akvl_running;
+
+/* Rolling compression (conversation.c). */
+typedef struct akvl_rolling {
+    bool on;
+    akv_llama_rolling options;
+    float **queries;  /* [num_layers] -> [H*G, W, d_k] the latest, a ring; NULL where nothing is hosted */
+    uint64_t *seen;   /* [num_layers] since attach or the last truncation */
+} akvl_rolling;
 
 struct akv_llama {
     akv_llama_options options;
@@ -164,6 +171,11 @@ struct akv_llama {
     akvl_graph *tail_graph;
     akv_llama_store *store;
     akvl_running running;
+    akvl_rolling rolling;
+    int32_t *history;      /* [tail_position] token ids: the document's, then the conversation's */
+    size_t history_capacity;
+    uint32_t rolls; /* since attach */
+    uint32_t retargets;
     uint32_t tail_limit; /* cells that may be used before they move */
     uint32_t tail_used;
     int32_t tail_position; /* next */
@@ -219,6 +231,18 @@ void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
 /* State of window and recurrent layers of sequence 0. */
 akv_status akvl_save_native(struct llama_context *context, void **out, size_t *bytes, akv_diag *diag);
 akv_status akvl_load_native(struct llama_context *context, const void *state, size_t bytes, akv_diag *diag);
+
+/* Room for one more segment of each hosted layer, and putting it there. */
+akv_status akvl_running_reserve(akv_llama *host, uint32_t layer, akv_diag *diag);
+/* B's empty memory right behind `position` - 1, with the state of the layers that libllama keeps. */
+akv_status akvl_reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position, akv_diag *diag);
+/* B's cells as one dense segment of a hosted layer. */
+akv_status akvl_tail_segment(akv_llama *host, uint32_t layer, akv_segment **out, akv_diag *diag);
+/* conversation.c: the latest queries of a layer; compress what has become old; free what belongs to it. */
+void akvl_rolling_observe(akv_llama *host, uint32_t layer, const struct ggml_tensor *q);
+akv_status akvl_roll(akv_llama *host, akv_diag *diag);
+void akvl_rolling_forget(akv_llama *host);
+void akvl_rolling_free(akv_llama *host);
 
 void akvl_drop_dense(akv_llama *host);
 void akvl_drop_tail(akv_llama *host);

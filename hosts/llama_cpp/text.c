@@ -195,3 +195,84 @@ akv_status akv_llama_render_question(const akv_llama *host, akv_llama_prompt for
     free(text);
     return give(status, &list, tokens, num_tokens);
 }
+
+/* The template around one turn: `opening` before the first user text, `between` an unclosed answer and the next user text,
+ * `rest` behind a user text. All point into *text, which is from malloc. */
+static akv_status render_turns(const akv_llama *host, const char *system, char **text, size_t *opening, const char **between,
+                               size_t *between_bytes, const char **rest, akv_diag *diag)
+{
+    static const char ANSWER[] = "@akv-answer@@akv-end@";
+    static const char SECOND[] = "@akv-second@@akv-question@";
+    const char *template = llama_model_chat_template(host->model, NULL);
+    if (!template)
+        return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model brings no chat template; a conversation needs one");
+    struct llama_chat_message messages[4];
+    size_t count = 0;
+    if (system && *system)
+        messages[count++] = (struct llama_chat_message){"system", system};
+    messages[count++] = (struct llama_chat_message){"user", MARK};
+    messages[count++] = (struct llama_chat_message){"assistant", ANSWER};
+    messages[count++] = (struct llama_chat_message){"user", SECOND};
+    const int32_t length = llama_chat_apply_template(template, messages, count, true, NULL, 0);
+    char *out = length > 0 ? akvl_new((size_t)length + 1, 1) : NULL;
+    if (length > 0 && !out)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the chat template");
+    const bool rendered = length > 0 && llama_chat_apply_template(template, messages, count, true, out, length) == length;
+    const char *first = rendered ? strstr(out, MARK) : NULL, *answer = first ? strstr(first, ANSWER) : NULL;
+    const char *second = answer ? strstr(answer, SECOND) : NULL;
+    if (!second) {
+        free(out);
+        return akvl_fail(diag, AKV_E_UNSUPPORTED, "the chat template of this model is not one that libllama can render turn by turn");
+    }
+    *text = out;
+    *opening = (size_t)(first - out);
+    *between = answer + sizeof ANSWER - 1;
+    *between_bytes = (size_t)(second - *between);
+    *rest = second + sizeof SECOND - 1;
+    return AKV_OK;
+}
+
+akv_status akv_llama_render_opening(const akv_llama *host, const char *system, int32_t **tokens, size_t *num_tokens,
+                                    akv_diag *diag)
+{
+    if (!host || !tokens || !num_tokens)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and the outputs must not be NULL");
+    token_list list = {0};
+    char *text;
+    const char *between, *rest;
+    size_t opening, between_bytes;
+    akv_status status = render_turns(host, system, &text, &opening, &between, &between_bytes, &rest, diag);
+    if (status != AKV_OK)
+        return status;
+    status = append(host, &list, text, opening, true, true, diag);
+    free(text);
+    if (status == AKV_OK)
+        tidy_specials(host, &list);
+    if (status == AKV_OK && list.count == 0)
+        status = akvl_fail(diag, AKV_E_UNSUPPORTED, "this model's chat begins with the user's text; give a system message");
+    return give(status, &list, tokens, num_tokens);
+}
+
+akv_status akv_llama_render_turn(const akv_llama *host, akv_llama_turn turn, const char *system, const char *text,
+                                 size_t text_bytes, int32_t **tokens, size_t *num_tokens, akv_diag *diag)
+{
+    if (!host || !tokens || !num_tokens)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host and the outputs must not be NULL");
+    if (!text || text_bytes == 0)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "the text is empty");
+    token_list list = {0};
+    char *rendered;
+    const char *between, *rest;
+    size_t opening, between_bytes;
+    akv_status status = render_turns(host, system, &rendered, &opening, &between, &between_bytes, &rest, diag);
+    if (status != AKV_OK)
+        return status;
+    if (turn == AKV_LLAMA_TURN_LATER)
+        status = append(host, &list, between, between_bytes, false, true, diag);
+    if (status == AKV_OK)
+        status = append(host, &list, text, text_bytes, false, false, diag);
+    if (status == AKV_OK)
+        status = append(host, &list, rest, strlen(rest), false, true, diag);
+    free(rendered);
+    return give(status, &list, tokens, num_tokens);
+}
