@@ -9,7 +9,7 @@
 #include <unistd.h>
 
 #ifdef AKV_HAVE_EDIT
-#  include <editline/readline.h>
+#    include <editline/readline.h>
 #endif
 
 static const char prompt[] = "> ";

@@ -52,7 +52,7 @@ static int save(chat *c, const char *path, uint64_t *bytes)
     akv_llama_store *store = NULL;
     const cli_session *s = &c->session;
     akv_document_property *list = calloc(c->num_turns + 8, sizeof *list);
-    char (*numbers)[16] = calloc(c->num_turns + 1, sizeof *numbers);
+    char(*numbers)[16] = calloc(c->num_turns + 1, sizeof *numbers);
     uint32_t n = 0;
     if (list == NULL || numbers == NULL) {
         free(list);
@@ -120,8 +120,10 @@ static int load(chat *c, const char *path)
         char *end = NULL;
         errno = 0;
         const long start = strtol(turn, &end, 10);
-        if (errno != 0 || end == turn || *end != '\0' || start <= last || start >= akv_llama_next_position(c->session.host))
-            return cli_fail(CLI_CORRUPT, "%s: turn %" PRIu32 " begins at \"%s\", which is no position of the conversation", path, i,
+        if (errno != 0 || end == turn || *end != '\0' || start <= last ||
+            start >= akv_llama_next_position(c->session.host))
+            return cli_fail(CLI_CORRUPT,
+                            "%s: turn %" PRIu32 " begins at \"%s\", which is no position of the conversation", path, i,
                             cli_printable(turn));
         last = (int32_t)start;
         if (!add_turn(c, last))
@@ -208,7 +210,8 @@ static int answer(chat *c, bool *failed)
     }
     c->answer_seconds += cli_now() - begun;
     fputc('\n', stdout);
-    return fflush(stdout) == 0 ? CLI_OK : cli_fail(CLI_IO, "cannot write the answer to standard output: %s", strerror(errno));
+    return fflush(stdout) == 0 ? CLI_OK
+                               : cli_fail(CLI_IO, "cannot write the answer to standard output: %s", strerror(errno));
 }
 
 static int say(chat *c, const char *text)
@@ -226,8 +229,8 @@ static int say(chat *c, const char *text)
     akv_status status =
         c->num_turns == 0 && c->behind_document
             ? akv_llama_render_question(s->host, AKV_LLAMA_CHAT, s->system, text, bytes, &tokens, &n, &diag)
-            : akv_llama_render_turn(s->host, c->num_turns == 0 ? AKV_LLAMA_TURN_FIRST : AKV_LLAMA_TURN_LATER, s->system, text, bytes,
-                                    &tokens, &n, &diag);
+            : akv_llama_render_turn(s->host, c->num_turns == 0 ? AKV_LLAMA_TURN_FIRST : AKV_LLAMA_TURN_LATER, s->system,
+                                    text, bytes, &tokens, &n, &diag);
     if (status == AKV_OK)
         status = akv_llama_decode(s->host, tokens, n, AKV_LLAMA_LOGITS_LAST, &diag);
     akv_llama_free_tokens(tokens);
@@ -277,26 +280,27 @@ static void stats(const chat *c)
     if (akv_llama_get_memory(c->session.host, &m, NULL) != AKV_OK)
         return;
     const uint64_t total = m.segments.total + m.cell_bytes;
-    cli_note("turns        %" PRIu32 ", %" PRId32 " tokens in all", c->num_turns, akv_llama_next_position(c->session.host));
-    cli_note("cache        %s in %" PRIu32 " segments, %s in the engine's cells: %.1f %% of the %s uncompressed", cli_bytes(m.segments.total),
-             m.num_segments, cli_bytes(m.cell_bytes), m.dense_bytes != 0 ? 100.0 * (double)total / (double)m.dense_bytes : 0.0,
-             cli_bytes(m.dense_bytes));
+    cli_note("turns        %" PRIu32 ", %" PRId32 " tokens in all", c->num_turns,
+             akv_llama_next_position(c->session.host));
+    cli_note("cache        %s in %" PRIu32 " segments, %s in the engine's cells: %.1f %% of the %s uncompressed",
+             cli_bytes(m.segments.total), m.num_segments, cli_bytes(m.cell_bytes),
+             m.dense_bytes != 0 ? 100.0 * (double)total / (double)m.dense_bytes : 0.0, cli_bytes(m.dense_bytes));
     if (c->settings.goal.budget_bytes != 0)
         cli_note("budget       %s", cli_bytes(c->settings.goal.budget_bytes));
     cli_print_bytes_by_kind(stderr, &m.segments);
     cli_note("compressed   %" PRIu32 " times, made smaller for the budget %" PRIu32 " times", m.rolls, m.retargets);
     if (c->answer_seconds > 0.0)
-        cli_note("answers      %" PRIu64 " tokens, %.1f tokens/s", c->answer_tokens, (double)c->answer_tokens / c->answer_seconds);
+        cli_note("answers      %" PRIu64 " tokens, %.1f tokens/s", c->answer_tokens,
+                 (double)c->answer_tokens / c->answer_seconds);
 }
 
-static const char chat_help[] =
-    "/undo        take back the last turn\n"
-    "/save FILE   write the conversation to a .akv file\n"
-    "/load FILE   go on from such a file, or from a packed document\n"
-    "/stats       tokens and bytes\n"
-    "/help        this\n"
-    "/quit        end (so does Ctrl-D)\n"
-    "A line that begins with two slashes is said with one.\n";
+static const char chat_help[] = "/undo        take back the last turn\n"
+                                "/save FILE   write the conversation to a .akv file\n"
+                                "/load FILE   go on from such a file, or from a packed document\n"
+                                "/stats       tokens and bytes\n"
+                                "/help        this\n"
+                                "/quit        end (so does Ctrl-D)\n"
+                                "A line that begins with two slashes is said with one.\n";
 
 /* *quit is set by /quit. Only what makes going on impossible is an error. */
 static int command(chat *c, char *line, bool *quit)
@@ -416,20 +420,33 @@ static int parse(int argc, char **argv, chat *c)
     while ((option = getopt_long(argc, argv, "m:n:t:qh", own, NULL)) != -1) {
         bool ok = true;
         switch (option) {
-        case 'h': return -1;
-        case OPT_FROM: c->from = optarg; break;
-        case OPT_SESSION: c->file = optarg; break;
-        case 'n': ok = cli_parse_u64("-n", optarg, 1, 1000000, &c->max_tokens); break;
-        case OPT_TEMP: ok = cli_parse_double("--temp", optarg, 0.0, 100.0, &c->temperature); break;
-        case 'b': ok = cli_parse_bytes("--budget", optarg, &c->settings.goal.budget_bytes); break; /* goes with --ratio here */
-        default: ok = cli_settings_option(&c->settings, option, optarg);
+        case 'h':
+            return -1;
+        case OPT_FROM:
+            c->from = optarg;
+            break;
+        case OPT_SESSION:
+            c->file = optarg;
+            break;
+        case 'n':
+            ok = cli_parse_u64("-n", optarg, 1, 1000000, &c->max_tokens);
+            break;
+        case OPT_TEMP:
+            ok = cli_parse_double("--temp", optarg, 0.0, 100.0, &c->temperature);
+            break;
+        case 'b':
+            ok = cli_parse_bytes("--budget", optarg, &c->settings.goal.budget_bytes);
+            break; /* goes with --ratio here */
+        default:
+            ok = cli_settings_option(&c->settings, option, optarg);
         }
         if (!ok)
             return cli_usage(&cli_cmd_chat);
     }
     int code = CLI_OK;
     if (optind != argc)
-        code = cli_fail(CLI_USAGE, "\"%s\" stands where no argument belongs; lines are read from standard input", argv[optind]);
+        code = cli_fail(CLI_USAGE, "\"%s\" stands where no argument belongs; lines are read from standard input",
+                        argv[optind]);
     else if (c->settings.model == NULL)
         code = cli_fail(CLI_USAGE, "which model? give a GGUF file with -m");
     else if (c->from != NULL && c->settings.system != NULL)
@@ -458,7 +475,8 @@ static int run(int argc, char **argv)
         code = begin(&c);
     c.session.label = "reading";
     if (code == CLI_OK && c.num_turns > 0 && !c.settings.quiet)
-        cli_note("going on after %" PRIu32 " turns, %" PRId32 " tokens", c.num_turns, akv_llama_next_position(c.session.host));
+        cli_note("going on after %" PRIu32 " turns, %" PRId32 " tokens", c.num_turns,
+                 akv_llama_next_position(c.session.host));
     if (code == CLI_OK)
         code = converse(&c);
     if (code == CLI_OK && c.settings.json != NULL)
@@ -473,15 +491,18 @@ const cli_command cli_cmd_chat = {
     "chat", "converse, optionally about a packed document", run,
     "usage: akv chat -m MODEL [--from DOC.akv] [--session FILE.akv] [options]\n"
     "\n"
-    "A conversation of many turns: lines come from standard input, answers go to standard output as they are made. What has become\n"
+    "A conversation of many turns: lines come from standard input, answers go to standard output as they are made. "
+    "What has become\n"
     "old is compressed as the conversation grows. Ctrl-C ends an answer, not the program; /help lists the commands.\n"
     "\n"
     "  -m, --model FILE     GGUF model\n"
     "      --from DOC.akv   about this packed document\n"
-    "      --session FILE   go on from this file if it is there, and write it after every answer; it is whole at any moment\n"
+    "      --session FILE   go on from this file if it is there, and write it after every answer; it is whole at any "
+    "moment\n"
     "      --ratio X        old turns become X times smaller (10)\n"
     "      --keep R         the same the other way round\n"
-    "      --budget BYTES   most that the cache may take, the document's and the exact tokens included: what was compressed is made\n"
+    "      --budget BYTES   most that the cache may take, the document's and the exact tokens included: what was "
+    "compressed is made\n"
     "                       smaller again when it has to; K, M, G are powers of 1024\n"
     "  -n, --predict N      at most N tokens an answer (512)\n"
     "      --temp T         sampling temperature; 0 (default) takes the likeliest token\n"

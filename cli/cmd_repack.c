@@ -73,8 +73,10 @@ static int shrink(repack *r, const akv_config *config)
     }
     if (!possible || keep == 0.0)
         return cli_fail(CLI_INFEASIBLE,
-                        "%s cannot be repacked into %" PRIu64 " bytes in memory: about %" PRIu64 " (a ratio of %.2f) are needed even without "
-                        "residuals; pack the text anew for less", r->input, budget, least, (double)dense / (double)least);
+                        "%s cannot be repacked into %" PRIu64 " bytes in memory: about %" PRIu64
+                        " (a ratio of %.2f) are needed even without "
+                        "residuals; pack the text anew for less",
+                        r->input, budget, least, (double)dense / (double)least);
     for (uint32_t i = 0; i < r->parts.num_segments; i++) {
         akv_segment *small = NULL;
         akv_segment_info info;
@@ -85,7 +87,8 @@ static int shrink(repack *r, const akv_config *config)
             return CLI_SIGNAL + cli_interrupted();
         if (info.kind == AKV_SEGMENT_DENSE)
             continue;
-        akv_status status = akv_segment_retarget(r->segments[i], (uint64_t)(keep * (double)bytes), config, &small, &done, &diag);
+        akv_status status =
+            akv_segment_retarget(r->segments[i], (uint64_t)(keep * (double)bytes), config, &small, &done, &diag);
         if (status != AKV_OK)
             return cli_fail_diag(status, &diag, r->input);
         akv_segment_release(r->segments[i]);
@@ -130,8 +133,8 @@ static int write_report(repack *r, const akv_document *document, double keep, ui
 }
 
 /* The properties of the input with another keep ratio, and the one that they had: from "repacked_from" if it was repacked before. */
-static akv_document_property *new_properties(const akv_document *document, const akv_document_parts *parts, const char *keep,
-                                             uint32_t *count)
+static akv_document_property *new_properties(const akv_document *document, const akv_document_parts *parts,
+                                             const char *keep, uint32_t *count)
 {
     akv_document_property *list = calloc(parts->num_properties + 2, sizeof *list);
     const char *before = akv_document_property_value(document, "repacked_from", 0);
@@ -218,18 +221,30 @@ static int work(repack *r, const akv_document *document)
 
 static int parse(int argc, char **argv, repack *r)
 {
-    static const struct option options[] = {
-        {"output", required_argument, NULL, 'o'}, {"keep", required_argument, NULL, 'k'}, {"ratio", required_argument, NULL, 'r'},
-        {"budget", required_argument, NULL, 'b'}, {"threads", required_argument, NULL, 't'}, {"json", required_argument, NULL, 'j'},
-        {"quiet", no_argument, NULL, 'q'}, {"help", no_argument, NULL, 'h'}, {NULL, 0, NULL, 0}};
+    static const struct option options[] = {{"output", required_argument, NULL, 'o'},
+                                            {"keep", required_argument, NULL, 'k'},
+                                            {"ratio", required_argument, NULL, 'r'},
+                                            {"budget", required_argument, NULL, 'b'},
+                                            {"threads", required_argument, NULL, 't'},
+                                            {"json", required_argument, NULL, 'j'},
+                                            {"quiet", no_argument, NULL, 'q'},
+                                            {"help", no_argument, NULL, 'h'},
+                                            {NULL, 0, NULL, 0}};
     uint64_t number;
     int option;
     while ((option = getopt_long(argc, argv, "o:t:qh", options, NULL)) != -1) {
         switch (option) {
-        case 'h': return -1;
-        case 'o': r->output = optarg; break;
-        case 'j': r->json = optarg; break;
-        case 'q': r->quiet = true; break;
+        case 'h':
+            return -1;
+        case 'o':
+            r->output = optarg;
+            break;
+        case 'j':
+            r->json = optarg;
+            break;
+        case 'q':
+            r->quiet = true;
+            break;
         case 't':
             if (!cli_parse_u64("--threads", optarg, 1, 1024, &number))
                 return cli_usage(&cli_cmd_repack);
@@ -241,7 +256,8 @@ static int parse(int argc, char **argv, repack *r)
             if (cli_size_goal_set(&r->goal, option, optarg))
                 break;
             return cli_usage(&cli_cmd_repack);
-        default: return cli_usage(&cli_cmd_repack);
+        default:
+            return cli_usage(&cli_cmd_repack);
         }
     }
     int code = CLI_OK;

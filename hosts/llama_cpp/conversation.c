@@ -95,7 +95,8 @@ void akvl_rolling_observe(akv_llama *host, uint32_t number, const struct ggml_te
 {
     if (!host->rolling.on)
         return;
-    const size_t W = host->options.observation_queries, heads = (size_t)q->ne[2], dim = (size_t)q->ne[0], n = (size_t)q->ne[1];
+    const size_t W = host->options.observation_queries, heads = (size_t)q->ne[2], dim = (size_t)q->ne[0],
+                 n = (size_t)q->ne[1];
     for (size_t t = n > W ? n - W : 0; t < n; t++)
         for (size_t h = 0; h < heads; h++)
             memcpy(host->rolling.queries[number] + (h * W + (host->rolling.seen[number] + t) % W) * dim,
@@ -123,7 +124,8 @@ static bool bytes_at(const akv_llama *host, double keep, uint64_t *total)
             akv_retarget_info_init(&plan);
             if (info.kind != AKV_SEGMENT_COMPRESSED)
                 continue;
-            if (akv_segment_retarget_plan(host->running.lists[i][s], (uint64_t)(keep * (double)info.dense_bytes), &plan, NULL) != AKV_OK)
+            if (akv_segment_retarget_plan(host->running.lists[i][s], (uint64_t)(keep * (double)info.dense_bytes), &plan,
+                                          NULL) != AKV_OK)
                 return false;
             *total += plan.bytes.total;
         }
@@ -145,9 +147,10 @@ static akv_status shrink_to(akv_llama *host, uint64_t room, akv_diag *diag)
             high = mid;
     }
     if (!bytes_at(host, low, &total) || total > room)
-        return akvl_fail(diag, AKV_E_INFEASIBLE,
-                         "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact tokens",
-                         (unsigned long long)room);
+        return akvl_fail(
+            diag, AKV_E_INFEASIBLE,
+            "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact tokens",
+            (unsigned long long)room);
     akv_config config = host->rolling.options.config;
     config.executor = config.executor ? config.executor : host->options.executor;
     for (uint32_t i = 0; i < host->num_layers; i++)
@@ -156,7 +159,8 @@ static akv_status shrink_to(akv_llama *host, uint64_t room, akv_diag *diag)
             const akv_segment_info info = info_of(*at);
             if (info.kind != AKV_SEGMENT_COMPRESSED)
                 continue;
-            akv_status status = akv_segment_retarget(*at, (uint64_t)(low * (double)info.dense_bytes), &config, &small, NULL, diag);
+            akv_status status =
+                akv_segment_retarget(*at, (uint64_t)(low * (double)info.dense_bytes), &config, &small, NULL, diag);
             if (status != AKV_OK) /* out of memory: some are smaller already, all are valid */
                 return status;
             akv_segment_release(*at);
@@ -174,17 +178,21 @@ static akv_status keep_budget(akv_llama *host, akv_diag *diag)
     const uint64_t exact = exact_bytes(host, r);
     if (exact >= r->budget_bytes)
         return akvl_fail(diag, AKV_E_INFEASIBLE,
-                         "a budget of %llu bytes is below the %llu that the exact tokens may take (%u waiting to be compressed, %u that"
+                         "a budget of %llu bytes is below the %llu that the exact tokens may take (%u waiting to be "
+                         "compressed, %u that"
                          " stay, and the engine's cells)",
-                         (unsigned long long)r->budget_bytes, (unsigned long long)exact, r->segment_tokens, r->keep_tokens);
+                         (unsigned long long)r->budget_bytes, (unsigned long long)exact, r->segment_tokens,
+                         r->keep_tokens);
     return shrink_to(host, r->budget_bytes - exact, diag);
 }
 
 akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolling, akv_diag *diag)
 {
-    if (!host || (rolling && (rolling->struct_size != sizeof *rolling || rolling->segment_tokens == 0 || rolling->config.budget_bytes != 0)))
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT,
-                         "rolling must come from akv_llama_rolling_init, with at least one token a segment and a keep_ratio");
+    if (!host || (rolling && (rolling->struct_size != sizeof *rolling || rolling->segment_tokens == 0 ||
+                              rolling->config.budget_bytes != 0)))
+        return akvl_fail(
+            diag, AKV_E_INVALID_ARGUMENT,
+            "rolling must come from akv_llama_rolling_init, with at least one token a segment and a keep_ratio");
     if (!host->tail)
         return akvl_fail(diag, AKV_E_BAD_STATE, "nothing is attached; run akv_llama_attach first");
     akvl_rolling_free(host);
@@ -199,10 +207,12 @@ akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolli
         const akvl_layer *l = &host->tail_graph->layers[i];
         if (!is_hosted(host, i))
             continue;
-        r->queries[i] = akvl_new((size_t)l->num_kv_heads * l->gqa_group * host->options.observation_queries * l->head_dim_k, sizeof(float));
+        r->queries[i] = akvl_new(
+            (size_t)l->num_kv_heads * l->gqa_group * host->options.observation_queries * l->head_dim_k, sizeof(float));
         ok = r->queries[i] != NULL;
     }
-    akv_status status = ok ? keep_budget(host, diag) : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the latest queries");
+    akv_status status =
+        ok ? keep_budget(host, diag) : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the latest queries");
     if (status != AKV_OK)
         akvl_rolling_free(host);
     else
@@ -241,18 +251,20 @@ static void order_queries(const akv_llama *host, uint32_t i, float *out)
     for (size_t h = 0; h < (size_t)l->num_kv_heads * l->gqa_group; h++)
         for (size_t r = 0; r < W; r++) {
             const size_t from = r < W - have ? 0 : r - (W - have);
-            memcpy(out + (h * W + r) * d, host->rolling.queries[i] + (h * W + (seen - have + from) % W) * d, d * sizeof *out);
+            memcpy(out + (h * W + r) * d, host->rolling.queries[i] + (h * W + (seen - have + from) % W) * d,
+                   d * sizeof *out);
         }
 }
 
 /* Segments [first, first + take) of a layer, all dense and one behind the other -> one compressed segment. */
-static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first, uint32_t take, uint64_t tokens, akv_segment **out,
-                                    akv_diag *diag)
+static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first, uint32_t take, uint64_t tokens,
+                                    akv_segment **out, akv_diag *diag)
 {
     const akvl_layer *l = &host->tail_graph->layers[i];
     akv_segment **segments = host->running.lists[i] + first;
     const size_t H = l->num_kv_heads, dk = l->head_dim_k, dv = l->head_dim_v, W = host->options.observation_queries;
-    float *keys = akvl_new(H * (size_t)tokens, dk * sizeof *keys), *values = akvl_new(H * (size_t)tokens, dv * sizeof *values);
+    float *keys = akvl_new(H * (size_t)tokens, dk * sizeof *keys),
+          *values = akvl_new(H * (size_t)tokens, dv * sizeof *values);
     float *queries = akvl_new(H * l->gqa_group * W, dk * sizeof *queries);
     akv_layer layer;
     akv_diag inner = {.status = AKV_OK};
@@ -262,7 +274,8 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
         for (uint32_t s = 0; s < take; s++) {
             const size_t n = (size_t)info_of(segments[s]).shape.num_tokens;
             for (size_t h = 0; h < H; h++)
-                akv_segment_decode(segments[s], (uint32_t)h, 0, n, keys + (h * (size_t)tokens + at) * dk, values + (h * (size_t)tokens + at) * dv, NULL);
+                akv_segment_decode(segments[s], (uint32_t)h, 0, n, keys + (h * (size_t)tokens + at) * dk,
+                                   values + (h * (size_t)tokens + at) * dv, NULL);
             at += n;
         }
         order_queries(host, i, queries);
@@ -275,7 +288,8 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
         config.executor = config.executor ? config.executor : host->options.executor;
         status = akv_compress(&layer, &config, out, &inner);
         if (status != AKV_OK)
-            akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i, (unsigned long long)tokens, inner.message);
+            akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i, (unsigned long long)tokens,
+                      inner.message);
     } else {
         akvl_fail(diag, status, "no memory for %llu tokens of layer %u", (unsigned long long)tokens, i);
     }
@@ -332,7 +346,8 @@ akv_status akv_llama_truncate(akv_llama *host, int32_t position, akv_diag *diag)
     if (!host || !host->tail)
         return akvl_fail(diag, AKV_E_BAD_STATE, "nothing is attached; run akv_llama_attach first");
     if (position < 1 || position > host->tail_position)
-        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "position is %d; 1 to %d is possible", position, host->tail_position);
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "position is %d; 1 to %d is possible", position,
+                         host->tail_position);
     if (host->store->parts.native_state_bytes)
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "the window or recurrent layers of this model cannot go back");
     if (position >= host->tail_first) { /* cells behind those that stay may hold the tokens of a decode that failed */
@@ -342,18 +357,22 @@ akv_status akv_llama_truncate(akv_llama *host, int32_t position, akv_diag *diag)
     } else {
         akv_segment **cut = akvl_new(host->num_layers, sizeof *cut);
         uint32_t *keep = akvl_new(host->num_layers, sizeof *keep);
-        akv_status status = cut && keep ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
+        akv_status status =
+            cut && keep ? AKV_OK
+                        : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
         for (uint32_t i = 0; status == AKV_OK && i < host->num_layers; i++) {
             if (!is_hosted(host, i))
                 continue;
-            while (keep[i] < host->running.counts[i] && info_of(host->running.lists[i][keep[i]]).last_position < position)
+            while (keep[i] < host->running.counts[i] &&
+                   info_of(host->running.lists[i][keep[i]]).last_position < position)
                 keep[i]++;
             if (keep[i] == host->running.counts[i])
                 continue;
             const akv_segment_info info = info_of(host->running.lists[i][keep[i]]);
             akv_diag inner = {.status = AKV_OK};
             if (info.first_position < position)
-                status = akv_segment_cut(host->running.lists[i][keep[i]], (uint64_t)((int64_t)position - info.first_position), NULL, &cut[i], &inner);
+                status = akv_segment_cut(host->running.lists[i][keep[i]],
+                                         (uint64_t)((int64_t)position - info.first_position), NULL, &cut[i], &inner);
             if (status != AKV_OK)
                 akvl_fail(diag, status, "layer %u: %.480s", i, inner.message);
         }
@@ -400,7 +419,8 @@ akv_status akv_llama_snapshot(akv_llama *host, akv_llama_store **out, akv_diag *
     void *state = NULL;
     size_t bytes = 0;
     uint32_t n = 0;
-    akv_status status = layers && segments ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %u segments", num_segments);
+    akv_status status =
+        layers && segments ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for %u segments", num_segments);
     if (status == AKV_OK && parts.native_state_bytes)
         status = akvl_save_native(host->tail, &state, &bytes, diag);
     for (uint32_t i = 0; status == AKV_OK && i < host->num_layers; i++) {

@@ -19,7 +19,8 @@ void akv_cache_stats_init(akv_cache_stats *stats)
 
 static uint64_t ring_floats(const akv_cache *cache, const akv_layer_state *layer)
 {
-    return (uint64_t)layer->shape.num_kv_heads * layer->shape.gqa_group * cache->config.num_queries * layer->shape.head_dim_k;
+    return (uint64_t)layer->shape.num_kv_heads * layer->shape.gqa_group * cache->config.num_queries *
+           layer->shape.head_dim_k;
 }
 
 static akv_status check_config(const akv_cache_config *c, akv_diag *diag)
@@ -27,11 +28,14 @@ static akv_status check_config(const akv_cache_config *c, akv_diag *diag)
     if (c == NULL || c->struct_size < sizeof *c)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "config must come from akv_cache_config_init");
     if (c->num_layers == 0 || c->layers == NULL)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_layers is %u; at least one layer must be described", c->num_layers);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_layers is %u; at least one layer must be described",
+                        c->num_layers);
     if ((unsigned)c->tail_dtype > AKV_BF16)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "tail_dtype is %d; it must be AKV_F32, AKV_F16 or AKV_BF16", (int)c->tail_dtype);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "tail_dtype is %d; it must be AKV_F32, AKV_F16 or AKV_BF16",
+                        (int)c->tail_dtype);
     if (c->codec.struct_size < sizeof c->codec || c->codec.budget_bytes != 0)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "codec must come from akv_config_init and give a keep_ratio, not budget_bytes");
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "codec must come from akv_config_init and give a keep_ratio, not budget_bytes");
     for (uint32_t i = 0; i < c->num_layers; i++) {
         const akv_cache_layer *l = &c->layers[i];
         akv_shape s;
@@ -47,8 +51,8 @@ static akv_status check_config(const akv_cache_config *c, akv_diag *diag)
         if (akv_check_shape(&s, &inner) != AKV_OK)
             return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer %u: %.480s", i, inner.message);
         if (l->rope.rotary_dim != 0 && l->rope.inv_freq == NULL)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer %u: rope.inv_freq is NULL; %u frequencies are needed", i,
-                            l->rope.rotary_dim / 2);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer %u: rope.inv_freq is NULL; %u frequencies are needed",
+                            i, l->rope.rotary_dim / 2);
     }
     return AKV_OK;
 }
@@ -209,16 +213,19 @@ void akv_tail_release(const akv_cache *cache, akv_tail *tail)
 }
 
 /* Tokens [first, first + n) of one tail to the front of another. */
-static void copy_tokens(const akv_cache *cache, const akv_layer_state *l, const akv_tail *from, uint64_t first, uint64_t n, akv_tail *to)
+static void copy_tokens(const akv_cache *cache, const akv_layer_state *l, const akv_tail *from, uint64_t first,
+                        uint64_t n, akv_tail *to)
 {
     for (int side = 0; side < AKV_SIDES; side++) {
         const uint64_t row = akv_tail_row_bytes(cache, l, side);
         for (uint32_t h = 0; h < l->shape.num_kv_heads; h++)
-            memcpy(to->side[side] + h * to->capacity * row, from->side[side] + (h * from->capacity + first) * row, (size_t)(n * row));
+            memcpy(to->side[side] + h * to->capacity * row, from->side[side] + (h * from->capacity + first) * row,
+                   (size_t)(n * row));
     }
 }
 
-akv_status akv_cache_tail_rest(const akv_cache *cache, const akv_layer_state *l, uint64_t n, akv_tail **fresh, akv_diag *diag)
+akv_status akv_cache_tail_rest(const akv_cache *cache, const akv_layer_state *l, uint64_t n, akv_tail **fresh,
+                               akv_diag *diag)
 {
     *fresh = NULL;
     const uint64_t rest = l->tail_tokens - n;
@@ -259,17 +266,19 @@ static void store_row(const float *x, uint32_t dim, akv_dtype dtype, uint8_t *ou
     }
 }
 
-akv_status akv_cache_append(akv_cache *cache, uint32_t layer, uint64_t n, const akv_tensor *keys, const akv_tensor *values,
-                            akv_diag *diag)
+akv_status akv_cache_append(akv_cache *cache, uint32_t layer, uint64_t n, const akv_tensor *keys,
+                            const akv_tensor *values, akv_diag *diag)
 {
     AKV_TRY(check_layer(cache, layer, diag));
     const akv_tensor *side[AKV_SIDES] = {keys, values};
     akv_layer_state *l = &cache->layers[layer];
     for (int i = 0; i < AKV_SIDES; i++)
         if (n > 0 && (side[i] == NULL || side[i]->data == NULL || (unsigned)side[i]->dtype > AKV_BF16))
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%s must have data of a known dtype", i == AKV_SIDE_K ? "keys" : "values");
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%s must have data of a known dtype",
+                            i == AKV_SIDE_K ? "keys" : "values");
     if (n > AKV_MAX_TOKENS || akv_layer_tokens(l) + n > INT32_MAX)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%llu more tokens would pass position 2^31 - 1", (unsigned long long)n);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%llu more tokens would pass position 2^31 - 1",
+                        (unsigned long long)n);
     if (n == 0)
         return AKV_OK;
     AKV_TRY(own_tail(cache, l, n, diag));
@@ -280,7 +289,8 @@ akv_status akv_cache_append(akv_cache *cache, uint32_t layer, uint64_t n, const 
         for (uint32_t h = 0; h < l->shape.num_kv_heads; h++)
             for (uint64_t t = 0; t < n; t++) {
                 akv_tensor_row(side[i], h, (int64_t)t, dim, row);
-                store_row(row, dim, cache->config.tail_dtype, l->tail->side[i] + (h * l->tail->capacity + l->tail_tokens + t) * bytes);
+                store_row(row, dim, cache->config.tail_dtype,
+                          l->tail->side[i] + (h * l->tail->capacity + l->tail_tokens + t) * bytes);
             }
     }
     l->tail_tokens += n;
@@ -355,7 +365,8 @@ static void fill_params(const akv_cache *cache, uint32_t layer, akv_attend_param
     p->executor = cache->config.codec.executor;
 }
 
-akv_status akv_cache_workspace_bytes(const akv_cache *cache, uint32_t layer, uint32_t num_queries, size_t *bytes, akv_diag *diag)
+akv_status akv_cache_workspace_bytes(const akv_cache *cache, uint32_t layer, uint32_t num_queries, size_t *bytes,
+                                     akv_diag *diag)
 {
     AKV_TRY(check_layer(cache, layer, diag));
     akv_attend_params p;
@@ -376,8 +387,8 @@ akv_status akv_cache_attend(const akv_cache *cache, uint32_t layer, const akv_at
     return akv_attend(&p, workspace, workspace_bytes, diag);
 }
 
-akv_status akv_cache_get_segments(const akv_cache *cache, uint32_t layer, akv_segment *const **segments, const int64_t **shifts,
-                                  uint32_t *num_segments, akv_diag *diag)
+akv_status akv_cache_get_segments(const akv_cache *cache, uint32_t layer, akv_segment *const **segments,
+                                  const int64_t **shifts, uint32_t *num_segments, akv_diag *diag)
 {
     AKV_TRY(check_layer(cache, layer, diag));
     if (segments == NULL || shifts == NULL || num_segments == NULL)
@@ -391,20 +402,24 @@ akv_status akv_cache_get_segments(const akv_cache *cache, uint32_t layer, akv_se
 akv_status akv_cache_get_stats(const akv_cache *cache, akv_cache_stats *out, akv_diag *diag)
 {
     if (cache == NULL || out == NULL || out->struct_size < sizeof *out)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "cache must not be NULL, and out must come from akv_cache_stats_init");
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "cache must not be NULL, and out must come from akv_cache_stats_init");
     akv_cache_stats_init(out);
     out->num_tokens = UINT64_MAX;
     for (uint32_t i = 0; i < cache->config.num_layers; i++) {
         const akv_layer_state *l = &cache->layers[i];
-        const uint64_t H = l->shape.num_kv_heads, used = H * l->tail_tokens * (akv_tail_row_bytes(cache, l, 0) + akv_tail_row_bytes(cache, l, 1));
+        const uint64_t H = l->shape.num_kv_heads,
+                       used = H * l->tail_tokens * (akv_tail_row_bytes(cache, l, 0) + akv_tail_row_bytes(cache, l, 1));
         if (akv_layer_tokens(l) < out->num_tokens) {
             out->num_tokens = akv_layer_tokens(l);
             out->tail_tokens = l->tail_tokens;
         }
-        out->dense_bytes += akv_dense_bytes(akv_layer_tokens(l), l->shape.num_kv_heads, l->shape.head_dim_k, l->shape.head_dim_v);
+        out->dense_bytes +=
+            akv_dense_bytes(akv_layer_tokens(l), l->shape.num_kv_heads, l->shape.head_dim_k, l->shape.head_dim_v);
         out->num_segments += l->num_segments;
         out->tail_bytes += used;
-        out->reserve_bytes += (l->tail != NULL ? l->tail->allocated_bytes - used : 0) + ring_floats(cache, l) * sizeof(float);
+        out->reserve_bytes +=
+            (l->tail != NULL ? l->tail->allocated_bytes - used : 0) + ring_floats(cache, l) * sizeof(float);
         for (uint32_t s = 0; s < l->num_segments; s++) {
             akv_bytes bytes;
             uint64_t *sum = &out->segments.total;

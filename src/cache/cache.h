@@ -24,8 +24,8 @@ typedef struct akv_layer_state {
     uint64_t segment_tokens; /* in all of them */
     akv_tail *tail;          /* NULL = empty */
     uint64_t tail_tokens;
-    float *queries;          /* [H*G, W, d_k] a ring */
-    uint64_t queries_seen;   /* row of the next one modulo W; how many are valid: min(this, W) */
+    float *queries;        /* [H*G, W, d_k] a ring */
+    uint64_t queries_seen; /* row of the next one modulo W; how many are valid: min(this, W) */
 } akv_layer_state;
 
 struct akv_cache {
@@ -43,7 +43,8 @@ akv_status akv_cache_check_even(const akv_cache *cache, akv_diag *diag);
 /* Tokens [first, first + n) of the tail as the codec takes them. */
 void akv_cache_describe_tail(const akv_cache *cache, uint32_t number, uint64_t first, uint64_t n, akv_layer *out);
 /* Drop the first n tokens of the tail: *fresh replaces it, NULL when nothing is left. */
-akv_status akv_cache_tail_rest(const akv_cache *cache, const akv_layer_state *layer, uint64_t n, akv_tail **fresh, akv_diag *diag);
+akv_status akv_cache_tail_rest(const akv_cache *cache, const akv_layer_state *layer, uint64_t n, akv_tail **fresh,
+                               akv_diag *diag);
 
 static inline uint64_t akv_layer_tokens(const akv_layer_state *layer)
 {

@@ -37,8 +37,8 @@ akv_status akv_cache_check_even(const akv_cache *cache, akv_diag *diag)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "cache must not be NULL");
     for (uint32_t i = 1; i < cache->config.num_layers; i++)
         if (akv_layer_tokens(&cache->layers[i]) != akv_layer_tokens(&cache->layers[0]))
-            return akv_fail(diag, AKV_E_BAD_STATE, "layer %u has %llu tokens, layer 0 has %llu; finish the step first", i,
-                            (unsigned long long)akv_layer_tokens(&cache->layers[i]),
+            return akv_fail(diag, AKV_E_BAD_STATE, "layer %u has %llu tokens, layer 0 has %llu; finish the step first",
+                            i, (unsigned long long)akv_layer_tokens(&cache->layers[i]),
                             (unsigned long long)akv_layer_tokens(&cache->layers[0]));
     return AKV_OK;
 }
@@ -84,7 +84,8 @@ static void put_tail(const akv_cache *cache, akv_layer_state *l, akv_change *c, 
 }
 
 /* The latest W queries in order, as a view; the ring has to be turned so that the oldest comes first. */
-static akv_status latest_queries(const akv_cache *cache, const akv_layer_state *l, float *out, akv_tensor *view, akv_diag *diag)
+static akv_status latest_queries(const akv_cache *cache, const akv_layer_state *l, float *out, akv_tensor *view,
+                                 akv_diag *diag)
 {
     const uint64_t W = cache->config.num_queries, d = l->shape.head_dim_k;
     if (l->queries_seen < W)
@@ -92,7 +93,8 @@ static akv_status latest_queries(const akv_cache *cache, const akv_layer_state *
                         (unsigned long long)l->queries_seen, (unsigned long long)W);
     for (uint32_t h = 0; h < l->shape.num_kv_heads * l->shape.gqa_group; h++)
         for (uint64_t r = 0; r < W; r++)
-            memcpy(out + (h * W + r) * d, l->queries + (h * W + (l->queries_seen + r) % W) * d, (size_t)d * sizeof *out);
+            memcpy(out + (h * W + r) * d, l->queries + (h * W + (l->queries_seen + r) % W) * d,
+                   (size_t)d * sizeof *out);
     *view = akv_tensor_contiguous(out, AKV_F32, W, (uint32_t)d);
     return AKV_OK;
 }
@@ -103,11 +105,13 @@ static akv_status compress_layer(akv_cache *cache, uint32_t i, uint64_t n, akv_c
     const akv_allocator *a = cache->config.codec.allocator;
     akv_layer layer;
     akv_cache_describe_tail(cache, i, 0, n, &layer);
-    const size_t bytes = (size_t)l->shape.num_kv_heads * l->shape.gqa_group * cache->config.num_queries * l->shape.head_dim_k * sizeof(float);
+    const size_t bytes = (size_t)l->shape.num_kv_heads * l->shape.gqa_group * cache->config.num_queries *
+                         l->shape.head_dim_k * sizeof(float);
     float *queries = akv_alloc(a, bytes);
     if (queries == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of queries", bytes);
-    akv_status status = n > cache->config.num_queries ? latest_queries(cache, l, queries, &layer.queries, diag) : AKV_OK;
+    akv_status status =
+        n > cache->config.num_queries ? latest_queries(cache, l, queries, &layer.queries, diag) : AKV_OK;
     if (status == AKV_OK)
         status = akv_compress(&layer, &cache->config.codec, &c->segment, diag);
     akv_free(a, queries, bytes);
@@ -149,9 +153,12 @@ static akv_status check_segment(const akv_cache *cache, uint32_t i, const akv_se
         (h->rotary_dim != 0 && h->rope_style != (uint32_t)l->rope.style) ||
         (h->sections[AKV_SEC_INV_FREQ].bytes != 0 &&
          memcmp(akv_section_of(segment, AKV_SEC_INV_FREQ), l->rope.inv_freq, h->sections[AKV_SEC_INV_FREQ].bytes) != 0))
-        return akv_fail(diag, AKV_E_MISMATCH, "the segment of layer %u has another shape or rotation than the cache", i);
-    if (h->dense_reason == AKV_DENSE_EVICTED || (uint64_t)((int64_t)h->last_position - h->first_position) + 1 != h->num_tokens)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "the segment of layer %u does not hold every position of its stretch", i);
+        return akv_fail(diag, AKV_E_MISMATCH, "the segment of layer %u has another shape or rotation than the cache",
+                        i);
+    if (h->dense_reason == AKV_DENSE_EVICTED ||
+        (uint64_t)((int64_t)h->last_position - h->first_position) + 1 != h->num_tokens)
+        return akv_fail(diag, AKV_E_UNSUPPORTED, "the segment of layer %u does not hold every position of its stretch",
+                        i);
     return AKV_OK;
 }
 
@@ -163,7 +170,8 @@ akv_status akv_cache_append_segments(akv_cache *cache, akv_segment *const *segme
     for (uint32_t i = 0; i < cache->config.num_layers; i++) {
         AKV_TRY(check_segment(cache, i, segments[i], diag));
         if (akv_header_of(segments[i])->num_tokens != akv_header_of(segments[0])->num_tokens)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the segment of layer %u has %llu tokens, that of layer 0 %llu", i,
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                            "the segment of layer %u has %llu tokens, that of layer 0 %llu", i,
                             (unsigned long long)akv_header_of(segments[i])->num_tokens,
                             (unsigned long long)akv_header_of(segments[0])->num_tokens);
     }
@@ -188,7 +196,8 @@ akv_status akv_cache_append_segments(akv_cache *cache, akv_segment *const *segme
             put_segment(l, changes[i].segment, 0);
         changes[i].segment = NULL;
         put_tail(cache, l, &changes[i], 0);
-        put_segment(l, akv_segment_retain(segments[i]), (int64_t)l->segment_tokens - akv_header_of(segments[i])->first_position);
+        put_segment(l, akv_segment_retain(segments[i]),
+                    (int64_t)l->segment_tokens - akv_header_of(segments[i])->first_position);
     }
     changes_free(cache, changes);
     return status;
@@ -209,8 +218,8 @@ akv_status akv_cache_truncate(akv_cache *cache, uint64_t num_tokens, akv_diag *d
     AKV_TRY(akv_cache_check_even(cache, diag));
     const uint64_t have = akv_layer_tokens(&cache->layers[0]);
     if (num_tokens > have)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%llu tokens are to be kept; the cache has %llu", (unsigned long long)num_tokens,
-                        (unsigned long long)have);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "%llu tokens are to be kept; the cache has %llu",
+                        (unsigned long long)num_tokens, (unsigned long long)have);
     if (num_tokens == have)
         return AKV_OK;
     akv_change *changes = changes_new(cache);
@@ -222,7 +231,8 @@ akv_status akv_cache_truncate(akv_cache *cache, uint64_t num_tokens, akv_diag *d
         uint64_t begin;
         const uint32_t s = find_segment(l, num_tokens, &begin);
         if (s < l->num_segments && num_tokens > begin)
-            status = akv_segment_cut(l->segments[s], num_tokens - begin, &cache->config.codec, &changes[i].segment, diag);
+            status =
+                akv_segment_cut(l->segments[s], num_tokens - begin, &cache->config.codec, &changes[i].segment, diag);
     }
     for (uint32_t i = 0; status == AKV_OK && i < cache->config.num_layers; i++) {
         akv_layer_state *l = &cache->layers[i];
@@ -259,8 +269,10 @@ static bool bytes_at(const akv_cache *cache, double keep, uint64_t *total)
             if (h->kind == AKV_SEGMENT_COMPRESSED) {
                 akv_retarget_info info;
                 akv_retarget_info_init(&info);
-                const double dense = (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
-                if (akv_segment_retarget_plan(cache->layers[i].segments[s], (uint64_t)(keep * dense), &info, NULL) != AKV_OK)
+                const double dense =
+                    (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
+                if (akv_segment_retarget_plan(cache->layers[i].segments[s], (uint64_t)(keep * dense), &info, NULL) !=
+                    AKV_OK)
                     return false;
                 bytes = info.bytes.total;
             }
@@ -286,9 +298,10 @@ akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag 
             high = mid;
     }
     if (!bytes_at(cache, low, &total) || total + stats.tail_bytes > budget_bytes)
-        return akv_fail(diag, AKV_E_INFEASIBLE,
-                        "the segments cannot shrink into %llu bytes beside a tail of %llu; compress the tail first, or give more",
-                        (unsigned long long)budget_bytes, (unsigned long long)stats.tail_bytes);
+        return akv_fail(
+            diag, AKV_E_INFEASIBLE,
+            "the segments cannot shrink into %llu bytes beside a tail of %llu; compress the tail first, or give more",
+            (unsigned long long)budget_bytes, (unsigned long long)stats.tail_bytes);
     const akv_allocator *a = cache->config.codec.allocator;
     const size_t bytes = (stats.num_segments + 1) * sizeof(akv_segment *);
     akv_segment **small = akv_alloc(a, bytes);
@@ -300,9 +313,11 @@ akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag 
         for (uint32_t s = 0; status == AKV_OK && s < cache->layers[i].num_segments; s++) {
             akv_segment *from = cache->layers[i].segments[s];
             const akv_header *h = akv_header_of(from);
-            const double dense = (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
+            const double dense =
+                (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
             if (h->kind == AKV_SEGMENT_COMPRESSED)
-                status = akv_segment_retarget(from, (uint64_t)(low * dense), &cache->config.codec, &small[made], NULL, diag);
+                status =
+                    akv_segment_retarget(from, (uint64_t)(low * dense), &cache->config.codec, &small[made], NULL, diag);
             else
                 small[made] = akv_segment_retain(from);
             made += status == AKV_OK;

@@ -43,11 +43,11 @@ static void brackets(const akv_hull *hull, uint32_t levels, float *middle, float
 typedef struct akv_retarget {
     const akv_segment *from;
     const akv_header *h;
-    uint8_t *old[AKV_SIDES];    /* [H, S] */
-    uint8_t *level[AKV_SIDES];  /* [H, S] */
-    float *utility[AKV_SIDES];  /* [H, S] log2, guessed */
-    float *middle[AKV_SIDES];   /* [S] of one head */
-    akv_hull *hulls;            /* [H, sides] */
+    uint8_t *old[AKV_SIDES];   /* [H, S] */
+    uint8_t *level[AKV_SIDES]; /* [H, S] */
+    float *utility[AKV_SIDES]; /* [H, S] log2, guessed */
+    float *middle[AKV_SIDES];  /* [S] of one head */
+    akv_hull *hulls;           /* [H, sides] */
 } akv_retarget;
 
 static void carve(akv_retarget *r, akv_arena *arena)
@@ -56,7 +56,7 @@ static void carve(akv_retarget *r, akv_arena *arena)
     for (int side = 0; side < AKV_SIDES; side++) {
         r->old[side] = AKV_TAKE(arena, uint8_t, H * S);
         r->level[side] = AKV_TAKE(arena, uint8_t, H * S);
-        r->utility[side] = AKV_TAKE(arena, float, H * S);
+        r->utility[side] = AKV_TAKE(arena, float, H *S);
         r->middle[side] = AKV_TAKE(arena, float, S);
     }
     r->hulls = AKV_TAKE(arena, akv_hull, H * AKV_SIDES);
@@ -106,15 +106,18 @@ static void guess_head(akv_retarget *r, uint32_t head)
             between += other[t] - mine[t];
         between /= (double)S;
         for (uint64_t t = 0; t < S; t++) {
-            const uint64_t first = t < NEIGHBOURS ? 0 : t - NEIGHBOURS, last = S - 1 - t < NEIGHBOURS ? S - 1 : t + NEIGHBOURS;
+            const uint64_t first = t < NEIGHBOURS ? 0 : t - NEIGHBOURS,
+                           last = S - 1 - t < NEIGHBOURS ? S - 1 : t + NEIGHBOURS;
             double around = 0.0;
             for (uint64_t n = first; n <= last; n++)
                 around += mine[n];
             around = around / (double)(last - first + 1) - mine[t];
             const double lean = FROM_OTHER_SIDE * (other[t] - mine[t] - between) + FROM_NEIGHBOURS * around;
             /* and a grain of chance, so that no two are alike: whole groups would move at once */
-            const double grain = (double)(akv_mix64(t * 2 + (uint64_t)side + ((uint64_t)head << 42)) >> 40) * 0x1p-24 - 0.5;
-            r->utility[side][head * S + t] = mine[t] + (float)(tanh(lean) + 0.02 * grain) * half[side][r->old[side][head * S + t]];
+            const double grain =
+                (double)(akv_mix64(t * 2 + (uint64_t)side + ((uint64_t)head << 42)) >> 40) * 0x1p-24 - 0.5;
+            r->utility[side][head * S + t] =
+                mine[t] + (float)(tanh(lean) + 0.02 * grain) * half[side][r->old[side][head * S + t]];
         }
     }
 }
@@ -132,11 +135,13 @@ static uint64_t assign(akv_retarget *r, double lambda)
             for (uint64_t t = 0; t < S; t++) {
                 const uint8_t old = r->old[side][head * S + t];
                 uint32_t i = 0;
-                while (i + 1 < hull->count && hull->level[i + 1] < old && r->utility[side][head * S + t] > threshold[i + 1])
+                while (i + 1 < hull->count && hull->level[i + 1] < old &&
+                       r->utility[side][head * S + t] > threshold[i + 1])
                     i++;
                 /* The level it has is as good as the next point of the hull, whether it lies on it or not. */
-                const bool stays = old != 0 && i + 1 < hull->count ? hull->level[i + 1] >= old && r->utility[side][head * S + t] > threshold[i + 1]
-                                                                  : old != 0 && hull->level[i] == old;
+                const bool stays = old != 0 && i + 1 < hull->count
+                                       ? hull->level[i + 1] >= old && r->utility[side][head * S + t] > threshold[i + 1]
+                                       : old != 0 && hull->level[i] == old;
                 r->level[side][head * S + t] = stays ? old : hull->level[i];
             }
         }
@@ -163,8 +168,8 @@ static akv_status plan_ladder(const akv_segment *segment, uint64_t budget, akv_h
     return AKV_OK;
 }
 
-static akv_status run_ladder(akv_segment *segment, const akv_header *planned, const akv_config *config, akv_segment **out,
-                             akv_retarget_info *info, akv_diag *diag)
+static akv_status run_ladder(akv_segment *segment, const akv_header *planned, const akv_config *config,
+                             akv_segment **out, akv_retarget_info *info, akv_diag *diag)
 {
     const akv_allocator *allocator = config != NULL ? config->allocator : NULL;
     akv_retarget r;
@@ -206,14 +211,14 @@ static akv_status run_ladder(akv_segment *segment, const akv_header *planned, co
 }
 
 /* What both public functions begin with. *fits: nothing has to be done. */
-static akv_status plan(const akv_segment *segment, uint64_t budget, akv_retarget_info *info, akv_header *header, bool *fits,
-                       akv_diag *diag)
+static akv_status plan(const akv_segment *segment, uint64_t budget, akv_retarget_info *info, akv_header *header,
+                       bool *fits, akv_diag *diag)
 {
     if (segment == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment must not be NULL");
     if (info != NULL && info->struct_size < sizeof *info)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_retarget_info has struct_size %zu; call akv_retarget_info_init first",
-                        info->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_retarget_info has struct_size %zu; call akv_retarget_info_init first", info->struct_size);
     const akv_header *h = akv_header_of(segment);
     const uint64_t total = AKV_SEGMENT_OBJECT_BYTES + h->total_bytes;
     uint64_t min_bytes = total;
@@ -221,12 +226,14 @@ static akv_status plan(const akv_segment *segment, uint64_t budget, akv_retarget
     *fits = budget >= total;
     *header = *h;
     if (h->kind == AKV_SEGMENT_COMPRESSED)
-        status = h->coding == AKV_CODING_LADDER ? plan_ladder(segment, *fits ? total : budget, header, &min_bytes)
-                                                : akv_plan_plain_retarget(segment, *fits ? total : budget, header, &min_bytes);
+        status = h->coding == AKV_CODING_LADDER
+                     ? plan_ladder(segment, *fits ? total : budget, header, &min_bytes)
+                     : akv_plan_plain_retarget(segment, *fits ? total : budget, header, &min_bytes);
     else if (!*fits)
-        return akv_fail(diag, AKV_E_UNSUPPORTED,
-                        "a dense segment of %llu bytes cannot be made smaller without the queries; compress it with akv_compress",
-                        (unsigned long long)total);
+        return akv_fail(
+            diag, AKV_E_UNSUPPORTED,
+            "a dense segment of %llu bytes cannot be made smaller without the queries; compress it with akv_compress",
+            (unsigned long long)total);
     if (*fits)
         *header = *h;
     if (info != NULL) {
@@ -237,14 +244,18 @@ static akv_status plan(const akv_segment *segment, uint64_t budget, akv_retarget
             akv_header_bytes(header, &info->bytes);
     }
     if (status == AKV_E_INFEASIBLE)
-        return akv_fail(diag, status,
-                        "a budget of %llu bytes cannot hold this segment even without residuals: %llu bytes are needed (a ratio of "
-                        "%.2fx); for less the document has to be compressed anew", (unsigned long long)budget, (unsigned long long)min_bytes,
-                        (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]) / (double)min_bytes);
+        return akv_fail(
+            diag, status,
+            "a budget of %llu bytes cannot hold this segment even without residuals: %llu bytes are needed (a ratio of "
+            "%.2fx); for less the document has to be compressed anew",
+            (unsigned long long)budget, (unsigned long long)min_bytes,
+            (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]) /
+                (double)min_bytes);
     return status;
 }
 
-akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_t budget_bytes, akv_retarget_info *info, akv_diag *diag)
+akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_t budget_bytes, akv_retarget_info *info,
+                                     akv_diag *diag)
 {
     akv_header header;
     bool fits = false;
@@ -253,15 +264,16 @@ akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_t budget
     return plan(segment, budget_bytes, info, &header, &fits, diag);
 }
 
-akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config, akv_segment **out,
-                                akv_retarget_info *info, akv_diag *diag)
+akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config,
+                                akv_segment **out, akv_retarget_info *info, akv_diag *diag)
 {
     akv_header header;
     bool fits = false;
     if (out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
     if (config != NULL && config->struct_size < sizeof *config)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first", config->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first",
+                        config->struct_size);
     AKV_TRY(plan(segment, budget_bytes, info, &header, &fits, diag));
     if (fits) {
         *out = akv_segment_retain(segment);

@@ -37,8 +37,8 @@ akv_status akv_plan_plain_retarget(const akv_segment *segment, uint64_t budget, 
 }
 
 /* One head and block of one side: the owners that stay, written one after the other. first/next: their place within the side. */
-static uint64_t write_block(const akv_side_view *v, uint64_t block, uint32_t n, const uint8_t *keep, uint64_t next, uint8_t *levels,
-                            uint16_t *gains, uint8_t *codes)
+static uint64_t write_block(const akv_side_view *v, uint64_t block, uint32_t n, const uint8_t *keep, uint64_t next,
+                            uint8_t *levels, uint16_t *gains, uint8_t *codes)
 {
     uint16_t owners[AKV_BLOCK_TOKENS], stay[AKV_BLOCK_TOKENS];
     const uint64_t first = v->ranks[block];
@@ -48,7 +48,8 @@ static uint64_t write_block(const akv_side_view *v, uint64_t block, uint32_t n, 
         if (keep[first + i])
             stay[kept++] = (uint16_t)i;
     for (uint32_t j = 0; j < kept; j++) {
-        const uint32_t i = stay[j], t = owners[i], old_at = i / AKV_GROUP_LANES * AKV_GROUP_LANES, at = j / AKV_GROUP_LANES * AKV_GROUP_LANES;
+        const uint32_t i = stay[j], t = owners[i], old_at = i / AKV_GROUP_LANES * AKV_GROUP_LANES,
+                       at = j / AKV_GROUP_LANES * AKV_GROUP_LANES;
         const uint32_t old_g = count - old_at < AKV_GROUP_LANES ? count - old_at : AKV_GROUP_LANES;
         const uint32_t g = kept - at < AKV_GROUP_LANES ? kept - at : AKV_GROUP_LANES;
         const uint8_t *from = v->codes + (first + old_at) * v->code_bytes;
@@ -76,8 +77,8 @@ static void write_side(const akv_segment *segment, const akv_header *h, int side
             const uint64_t rest = S - b * AKV_BLOCK_TOKENS;
             *ranks++ = next;
             if (old->num_residuals[side] > 0)
-                next = write_block(&v, b, rest < AKV_BLOCK_TOKENS ? (uint32_t)rest : AKV_BLOCK_TOKENS, keep, next, levels, gains,
-                                   blob + h->sections[AKV_SEC_CODES + side].offset);
+                next = write_block(&v, b, rest < AKV_BLOCK_TOKENS ? (uint32_t)rest : AKV_BLOCK_TOKENS, keep, next,
+                                   levels, gains, blob + h->sections[AKV_SEC_CODES + side].offset);
         }
     }
     *ranks = next;
@@ -86,8 +87,9 @@ static void write_side(const akv_segment *segment, const akv_header *h, int side
 akv_status akv_run_plain_retarget(const akv_segment *segment, const akv_header *planned, const akv_config *config,
                                   akv_segment **out, akv_retarget_info *info, akv_diag *diag)
 {
-    static const int copied[] = {AKV_SEC_INV_FREQ, AKV_SEC_POSITIONS, AKV_SEC_ANCHOR_TOKENS, AKV_SEC_ANCHORS, AKV_SEC_ANCHORS + 1,
-                                 AKV_SEC_INDEX, AKV_SEC_INDEX + 1, AKV_SEC_COEFF, AKV_SEC_COEFF + 1};
+    static const int copied[] = {AKV_SEC_INV_FREQ,  AKV_SEC_POSITIONS,   AKV_SEC_ANCHOR_TOKENS,
+                                 AKV_SEC_ANCHORS,   AKV_SEC_ANCHORS + 1, AKV_SEC_INDEX,
+                                 AKV_SEC_INDEX + 1, AKV_SEC_COEFF,       AKV_SEC_COEFF + 1};
     const akv_allocator *allocator = config != NULL ? config->allocator : NULL;
     const akv_header *old = akv_header_of(segment);
     const uint64_t most = old->num_residuals[0] > old->num_residuals[1] ? old->num_residuals[0] : old->num_residuals[1];
@@ -97,15 +99,19 @@ akv_status akv_run_plain_retarget(const akv_segment *segment, const akv_header *
     if (segment_out == NULL) {
         if (size != NULL)
             akv_free(allocator, size, bytes);
-        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)planned->total_bytes);
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
+                        (unsigned long long)planned->total_bytes);
     }
     uint8_t *blob = (uint8_t *)segment_out + AKV_SEGMENT_OBJECT_BYTES, *keep = (uint8_t *)(size + most);
     memcpy(blob, planned, sizeof *planned);
     for (size_t i = 0; i < sizeof copied / sizeof *copied; i++)
-        memcpy(blob + planned->sections[copied[i]].offset, akv_section_of(segment, copied[i]), planned->sections[copied[i]].bytes);
+        memcpy(blob + planned->sections[copied[i]].offset, akv_section_of(segment, copied[i]),
+               planned->sections[copied[i]].bytes);
     for (int side = 0; side < AKV_SIDES; side++) {
         const uint16_t *gains = akv_section_of(segment, AKV_SEC_GAINS + side);
-        double all = 0.0, kept = 0.0; /* coordinates of a coded residual are alike in size: its energy goes with the gain squared */
+        double all = 0.0,
+               kept =
+                   0.0; /* coordinates of a coded residual are alike in size: its energy goes with the gain squared */
         for (uint64_t i = 0; i < old->num_residuals[side]; i++) {
             size[i] = fabsf(akv_f16_to_f32(gains[i]));
             all += (double)size[i] * size[i];

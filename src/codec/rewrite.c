@@ -119,7 +119,8 @@ static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_l
     double square = 0.0, gain, least;
     for (uint32_t i = 0; i < list->count; i++)
         square += (double)x[i] * x[i];
-    coded_error(x, sigma_sq, list, akv_gain_value(nearest_gain(list->count > 0 ? sqrt(square / list->count) : 1.0)), &gain);
+    coded_error(x, sigma_sq, list, akv_gain_value(nearest_gain(list->count > 0 ? sqrt(square / list->count) : 1.0)),
+                &gain);
     const uint32_t middle = nearest_gain(gain);
     uint32_t code = middle;
     least = coded_error(x, sigma_sq, list, akv_gain_value(middle), &gain);
@@ -143,7 +144,8 @@ static void put_bits(uint8_t *out, uint64_t bit, uint32_t value)
 }
 
 /* Decode one residual into s->x, by coordinate; returns its energy. */
-static double read_residual(const uint8_t *run, uint32_t place, uint32_t count, const akv_level_list *list, rewrite_scratch *s)
+static double read_residual(const uint8_t *run, uint32_t place, uint32_t count, const akv_level_list *list,
+                            rewrite_scratch *s)
 {
     uint32_t g;
     const uint8_t *group = run + group_of(place, count, list->bits, &g);
@@ -152,7 +154,8 @@ static double read_residual(const uint8_t *run, uint32_t place, uint32_t count, 
     double energy = 0.0;
     for (uint32_t i = 0; i < list->count; i++) {
         const uint32_t c = list->coord[i], width = list->width[i];
-        s->x[c] = gain * akv_level_value(number_at(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * width, width), width);
+        s->x[c] =
+            gain * akv_level_value(number_at(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * width, width), width);
         energy += (double)s->x[c] * s->x[c] * s->sigma_sq[c];
         bit += (uint64_t)g * list->width[i];
     }
@@ -160,7 +163,8 @@ static double read_residual(const uint8_t *run, uint32_t place, uint32_t count, 
 }
 
 /* Code s->x at a lower level; returns the energy of what changes. */
-static double recode(uint8_t *run, uint32_t place, uint32_t count, const akv_level_list *list, double energy, rewrite_scratch *s)
+static double recode(uint8_t *run, uint32_t place, uint32_t count, const akv_level_list *list, double energy,
+                     rewrite_scratch *s)
 {
     float sigma_sq[AKV_MAX_HEAD_DIM];
     uint32_t g;
@@ -185,8 +189,8 @@ static double recode(uint8_t *run, uint32_t place, uint32_t count, const akv_lev
 }
 
 /* The same level: the same numbers, at another place perhaps. */
-static void copy_residual(const uint8_t *from, uint32_t old_place, uint32_t old_count, uint8_t *to, uint32_t place, uint32_t count,
-                          const akv_level_list *list)
+static void copy_residual(const uint8_t *from, uint32_t old_place, uint32_t old_count, uint8_t *to, uint32_t place,
+                          uint32_t count, const akv_level_list *list)
 {
     uint32_t old_g, g;
     const uint8_t *old_group = from + group_of(old_place, old_count, list->bits, &old_g);
@@ -196,7 +200,7 @@ static void copy_residual(const uint8_t *from, uint32_t old_place, uint32_t old_
     for (uint32_t i = 0; i < list->count; i++) {
         const uint32_t width = list->width[i];
         put_bits(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * width,
-                       number_at(old_group, old_bit + (uint64_t)(old_place % AKV_GROUP_LANES) * width, width));
+                 number_at(old_group, old_bit + (uint64_t)(old_place % AKV_GROUP_LANES) * width, width));
         old_bit += (uint64_t)old_g * width;
         bit += (uint64_t)g * width;
     }
@@ -212,7 +216,8 @@ static void rewrite_task(void *opaque, size_t task)
     const uint64_t t0 = block * AKV_BLOCK_TOKENS;
     const uint32_t head = (uint32_t)(task / 2 / blocks);
     const int side = (int)(task % 2);
-    const uint32_t n_old = (uint32_t)(old->num_tokens - t0 < AKV_BLOCK_TOKENS ? old->num_tokens - t0 : AKV_BLOCK_TOKENS);
+    const uint32_t n_old =
+        (uint32_t)(old->num_tokens - t0 < AKV_BLOCK_TOKENS ? old->num_tokens - t0 : AKV_BLOCK_TOKENS);
     const uint32_t n = (uint32_t)(S - t0 < AKV_BLOCK_TOKENS ? S - t0 : AKV_BLOCK_TOKENS);
     const uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
     rewrite_scratch *s = &c->scratch[slot];
@@ -235,7 +240,8 @@ static void rewrite_task(void *opaque, size_t task)
         energy += stored;
         uint8_t *run = c->blob + (after.run[m] - c->blob);
         if (m == l)
-            copy_residual(before.run[l], before.place[t], before.count[l], run, after.place[t], after.count[m], &s->lists[l - 1]);
+            copy_residual(before.run[l], before.place[t], before.count[l], run, after.place[t], after.count[m],
+                          &s->lists[l - 1]);
         else
             lost += m == 0 ? stored : recode(run, after.place[t], after.count[m], &s->lists[m - 1], stored, s);
     }
@@ -323,10 +329,11 @@ static void write_tokens(rewrite_call *c, int side, uint32_t head)
 {
     const akv_header *h = &c->rewrite->header;
     const uint64_t S = h->num_tokens, k = akv_header_of(c->rewrite->from)->num_anchors;
-    const akv_ladder_view from = akv_view_ladder(c->rewrite->from, side, head), to = akv_view_ladder(&c->writing, side, head);
+    const akv_ladder_view from = akv_view_ladder(c->rewrite->from, side, head),
+                          to = akv_view_ladder(&c->writing, side, head);
     const uint16_t *number = c->renumber[side] != NULL ? c->renumber[side] + head * k : NULL;
     const uint8_t *level = c->rewrite->level[side] + head * S;
-#define WRITABLE(p) (c->blob + ((const uint8_t *)(p) - c->blob))
+#define WRITABLE(p) (c->blob + ((const uint8_t *)(p)-c->blob))
     uint8_t *index = WRITABLE(to.index), *coeff = WRITABLE(to.coeff), *levels = WRITABLE(to.levels);
     for (uint64_t a = 0; a < k; a++) {
         const uint64_t b = number != NULL ? number[a] : a;
@@ -350,13 +357,15 @@ static void write_tokens(rewrite_call *c, int side, uint32_t head)
 
 static void write_all(rewrite_call *c)
 {
-    static const int copied[] = {AKV_SEC_INV_FREQ, AKV_SEC_MEAN,           AKV_SEC_COORDS, AKV_SEC_BASIS,      AKV_SEC_BASIS + 1,
-                                 AKV_SEC_BASIS_SCALES, AKV_SEC_BASIS_SCALES + 1, AKV_SEC_SIGMAS, AKV_SEC_SIGMAS + 1, AKV_SEC_TABLES,
-                                 AKV_SEC_TABLES + 1,   AKV_SEC_UNITS,            AKV_SEC_UNITS + 1, AKV_SEC_POSITIONS};
+    static const int copied[] = {AKV_SEC_INV_FREQ,   AKV_SEC_MEAN,         AKV_SEC_COORDS,           AKV_SEC_BASIS,
+                                 AKV_SEC_BASIS + 1,  AKV_SEC_BASIS_SCALES, AKV_SEC_BASIS_SCALES + 1, AKV_SEC_SIGMAS,
+                                 AKV_SEC_SIGMAS + 1, AKV_SEC_TABLES,       AKV_SEC_TABLES + 1,       AKV_SEC_UNITS,
+                                 AKV_SEC_UNITS + 1,  AKV_SEC_POSITIONS};
     akv_rewrite *w = c->rewrite;
     akv_header *h = &w->header;
     for (size_t i = 0; i < sizeof copied / sizeof *copied; i++)
-        memcpy(c->blob + h->sections[copied[i]].offset, akv_section_of(w->from, copied[i]), h->sections[copied[i]].bytes);
+        memcpy(c->blob + h->sections[copied[i]].offset, akv_section_of(w->from, copied[i]),
+               h->sections[copied[i]].bytes);
     memcpy(c->blob, h, sizeof *h); /* the views read it; residuals are counted below */
     h->num_residuals[0] = h->num_residuals[1] = 0;
     for (int side = 0; side < AKV_SIDES; side++)
@@ -420,7 +429,8 @@ akv_status akv_rewrite_run(akv_rewrite *w, akv_segment **out, akv_diag *diag)
     akv_segment *segment = akv_segment_new(w->allocator, h->total_bytes);
     akv_status status = AKV_OK;
     if (segment == NULL) {
-        status = akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)h->total_bytes);
+        status = akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
+                          (unsigned long long)h->total_bytes);
     } else {
         c.blob = (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES;
         c.writing.blob = c.blob;

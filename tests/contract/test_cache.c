@@ -58,7 +58,8 @@ static bool grow_quietly(akv_cache *cache, uint64_t n, uint64_t seed)
         }
         akv_tensor k = akv_tensor_contiguous(x, AKV_F32, n, D), v = akv_tensor_contiguous(x + H * n * D, AKV_F32, n, D);
         akv_tensor q = akv_tensor_contiguous(x + 2 * H * n * D, AKV_F32, n, D);
-        ok = ok && akv_cache_append(cache, l, n, &k, &v, NULL) == AKV_OK && akv_cache_observe(cache, l, n, &q, NULL) == AKV_OK;
+        ok = ok && akv_cache_append(cache, l, n, &k, &v, NULL) == AKV_OK &&
+             akv_cache_observe(cache, l, n, &q, NULL) == AKV_OK;
     }
     free(x);
     return ok;
@@ -132,7 +133,8 @@ static uint64_t decode_all(const akv_cache *cache, uint32_t layer, float *keys, 
         akv_segment_info_init(&info);
         akv_segment_get_info(segments[s], &info, NULL);
         for (uint32_t h = 0; h < H; h++)
-            akv_segment_decode(segments[s], h, 0, info.shape.num_tokens, keys + (h * room + at) * D, values + (h * room + at) * D, NULL);
+            akv_segment_decode(segments[s], h, 0, info.shape.num_tokens, keys + (h * room + at) * D,
+                               values + (h * room + at) * D, NULL);
         at += info.shape.num_tokens;
     }
     return at;
@@ -147,9 +149,11 @@ static void rolling(void)
         grow(cache, 300, 1);
         CHECK_STATUS(akv_cache_compress_tail(cache, 50, &diag), AKV_OK, &diag);
         akv_cache_stats s = stats_of(cache);
-        CHECK(s.num_tokens == 300u * (turn + 1) && s.tail_tokens == 50 && s.num_segments == (uint32_t)LAYERS * (turn + 1));
+        CHECK(s.num_tokens == 300u * (turn + 1) && s.tail_tokens == 50 &&
+              s.num_segments == (uint32_t)LAYERS * (turn + 1));
         const double dense = (double)(s.num_tokens - 50) * LAYERS * H * D * 4;
-        CHECK_MSG((double)s.segments.total <= 0.25 * dense, "%llu bytes for a quarter of %g", (unsigned long long)s.segments.total, dense);
+        CHECK_MSG((double)s.segments.total <= 0.25 * dense, "%llu bytes for a quarter of %g",
+                  (unsigned long long)s.segments.total, dense);
         CHECK(s.dense_bytes == s.num_tokens * LAYERS * H * D * 4 && s.shared_bytes == 0);
     }
     /* Against the reference: the parts of the cache as parameters of their own. */
@@ -194,7 +198,8 @@ static void reference(void)
         akv_cache_get_segments(doc, l, &one, &shifts, &n, NULL);
         both[l] = one[0];
     }
-    CHECK(akv_cache_append_segments(cache, both, NULL) == AKV_OK); /* behind 260 tokens, the tail becomes a dense segment */
+    CHECK(akv_cache_append_segments(cache, both, NULL) ==
+          AKV_OK); /* behind 260 tokens, the tail becomes a dense segment */
     grow(cache, 5, 3);
     for (uint32_t l = 0; l < LAYERS; l++) {
         akv_cache_get_segments(cache, l, &one, &shifts, &n, NULL);
@@ -209,7 +214,8 @@ static void reference(void)
             akv_rng r = akv_rng_stream(3, l, 460 + t);
             for (uint32_t h = 0; h < 2 * H; h++)
                 for (uint32_t i = 0; i < D; i++)
-                    x[(h * 5 + t) * D + i] = akv_f16_to_f32(akv_f32_to_f16((float)random_gauss(&r) + (h < H && i % 5 == 0 ? 2.0f : 0.0f)));
+                    x[(h * 5 + t) * D + i] =
+                        akv_f16_to_f32(akv_f32_to_f16((float)random_gauss(&r) + (h < H && i % 5 == 0 ? 2.0f : 0.0f)));
         }
         akv_attend_params p;
         akv_attend_params_init(&p);
@@ -269,8 +275,8 @@ static void forks(void)
 static void truncation(void)
 {
     const uint64_t room = 700;
-    float *k = must(malloc(H * room * D * 4)), *v = must(malloc(H * room * D * 4)), *k2 = must(malloc(H * room * D * 4)),
-          *v2 = must(malloc(H * room * D * 4));
+    float *k = must(malloc(H * room * D * 4)), *v = must(malloc(H * room * D * 4)),
+          *k2 = must(malloc(H * room * D * 4)), *v2 = must(malloc(H * room * D * 4));
     akv_cache *cache = cache_new(NULL);
     akv_diag diag = {0};
     grow(cache, 330, 1);
@@ -286,7 +292,8 @@ static void truncation(void)
         const uint64_t left = decode_all(fork, 1, k2, v2, room);
         CHECK(left == (n < 600 ? n : 600));
         for (uint32_t h = 0; h < H; h++)
-            CHECK_MSG(memcmp(k + h * room * D, k2 + h * room * D, left * D * 4) == 0 && memcmp(v + h * room * D, v2 + h * room * D, left * D * 4) == 0,
+            CHECK_MSG(memcmp(k + h * room * D, k2 + h * room * D, left * D * 4) == 0 &&
+                          memcmp(v + h * room * D, v2 + h * room * D, left * D * 4) == 0,
                       "%llu tokens decode differently after the cut", (unsigned long long)n);
         if (n == 615) { /* queries of later tokens are forgotten, so it cannot compress before it has seen new ones */
             grow(fork, W - 1, 1);
@@ -430,7 +437,8 @@ static void *work(void *opaque)
             w->ok = false;
             break;
         }
-        w->ok = grow_quietly(fork, 40, w->seed) && akv_cache_fork(fork, &second, NULL) == AKV_OK && /* writers of their own forks */
+        w->ok = grow_quietly(fork, 40, w->seed) &&
+                akv_cache_fork(fork, &second, NULL) == AKV_OK && /* writers of their own forks */
                 akv_cache_compress_tail(fork, 10, NULL) == AKV_OK && akv_cache_truncate(second, 90, NULL) == AKV_OK &&
                 answers_quietly(fork, w->own) && w->ok;
         akv_cache_destroy(fork);

@@ -10,8 +10,27 @@
 
 static const spec shapes[] = {
     {.name = "small", .S = 70, .H = 1, .G = 1, .dk = 8, .dv = 6, .W = 8, .rotary = 8, .seed = 1},
-    {.name = "blocks", .S = 2300, .H = 2, .G = 2, .dk = 16, .dv = 24, .W = 16, .rotary = 8, .style = AKV_ROPE_INTERLEAVED, .seed = 2},
-    {.name = "gaps", .S = 1025, .H = 3, .G = 1, .dk = 32, .dv = 32, .W = 4, .rotary = 32, .gaps = 1, .first_position = -40, .seed = 3},
+    {.name = "blocks",
+     .S = 2300,
+     .H = 2,
+     .G = 2,
+     .dk = 16,
+     .dv = 24,
+     .W = 16,
+     .rotary = 8,
+     .style = AKV_ROPE_INTERLEAVED,
+     .seed = 2},
+    {.name = "gaps",
+     .S = 1025,
+     .H = 3,
+     .G = 1,
+     .dk = 32,
+     .dv = 32,
+     .W = 4,
+     .rotary = 32,
+     .gaps = 1,
+     .first_position = -40,
+     .seed = 3},
     {.name = "whole block", .S = 1024, .H = 1, .G = 4, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .seed = 4},
 };
 enum { NUM_SHAPES = sizeof shapes / sizeof shapes[0] };
@@ -22,7 +41,8 @@ static void check_opens(const char *name, akv_segment *segment)
     akv_diag diag = {0};
     akv_segment *copy = NULL;
     const void *data = akv_segment_data(segment, &bytes);
-    CHECK_MSG(akv_segment_open(data, bytes, 1, NULL, &copy, &diag) == AKV_OK, "%s: the result is no valid segment: %s", name, diag.message);
+    CHECK_MSG(akv_segment_open(data, bytes, 1, NULL, &copy, &diag) == AKV_OK, "%s: the result is no valid segment: %s",
+              name, diag.message);
     akv_segment_release(copy);
 }
 
@@ -35,7 +55,8 @@ static uint64_t total_of(const akv_segment *segment)
 }
 
 /* Coded residuals of both: the same where the level stayed; sums of what was and what changed. */
-static void compare_ladder(const char *name, const akv_segment *before, const akv_segment *after, int side, double *energy, double *lost)
+static void compare_ladder(const char *name, const akv_segment *before, const akv_segment *after, int side,
+                           double *energy, double *lost)
 {
     const ref_view a = ref_view_of(akv_segment_data(before, NULL)), b = ref_view_of(akv_segment_data(after, NULL));
     const uint64_t S = a.header->num_tokens;
@@ -53,7 +74,8 @@ static void compare_ladder(const char *name, const akv_segment *before, const ak
                 same &= p == q;
             }
             CHECK_MSG(now <= old, "%s: token %llu rose from level %u to %u", name, (unsigned long long)t, old, now);
-            CHECK_MSG(now != old || same, "%s: token %llu kept level %u but not its codes", name, (unsigned long long)t, old);
+            CHECK_MSG(now != old || same, "%s: token %llu kept level %u but not its codes", name, (unsigned long long)t,
+                      old);
             CHECK_MSG(ref_ladder_index(&a, side, head, t) == ref_ladder_index(&b, side, head, t) &&
                           ref_ladder_coeff_code(&a, side, head, t) == ref_ladder_coeff_code(&b, side, head, t),
                       "%s: token %llu changed its anchor", name, (unsigned long long)t);
@@ -80,7 +102,8 @@ static void compare_plain(const char *name, const akv_segment *before, const akv
             if (has) {
                 ref_view_codes(&a, side, head, t, x);
                 ref_view_codes(&b, side, head, t, y);
-                CHECK_MSG(memcmp(x, y, a.header->head_dim[side]) == 0 && ref_view_gain(&b, side, j) == ref_view_gain(&a, side, i),
+                CHECK_MSG(memcmp(x, y, a.header->head_dim[side]) == 0 &&
+                              ref_view_gain(&b, side, j) == ref_view_gain(&a, side, i),
                           "%s: the codes of token %llu changed", name, (unsigned long long)t);
                 smallest_kept = fmin(smallest_kept, gain);
                 j++;
@@ -90,7 +113,8 @@ static void compare_plain(const char *name, const akv_segment *before, const akv
             i++;
         }
     }
-    CHECK_MSG(largest_gone <= smallest_kept, "%s: a gain of %g went and one of %g stayed", name, largest_gone, smallest_kept);
+    CHECK_MSG(largest_gone <= smallest_kept, "%s: a gain of %g went and one of %g stayed", name, largest_gone,
+              smallest_kept);
 }
 
 /* opens: the segment itself is one that a reader takes (random_segment gives anchors residuals, which a reader refuses). */
@@ -112,8 +136,9 @@ static void check_one(const char *name, akv_segment *segment, uint64_t budget, b
     size_t bytes, bytes_again;
     const void *data = akv_segment_data(out, &bytes), *data_again = akv_segment_data(again, &bytes_again);
     CHECK_MSG(bytes == bytes_again && memcmp(data, data_again, bytes) == 0, "%s: another executor, other bytes", name);
-    CHECK_MSG(total_of(out) == plan.bytes.total && total_of(out) == info.bytes.total, "%s: %llu bytes, planned were %llu", name,
-              (unsigned long long)total_of(out), (unsigned long long)plan.bytes.total);
+    CHECK_MSG(total_of(out) == plan.bytes.total && total_of(out) == info.bytes.total,
+              "%s: %llu bytes, planned were %llu", name, (unsigned long long)total_of(out),
+              (unsigned long long)plan.bytes.total);
     CHECK_MSG(total_of(out) <= budget, "%s: %llu bytes in a budget of %llu", name, (unsigned long long)total_of(out),
               (unsigned long long)budget);
     if (opens)
@@ -173,7 +198,8 @@ static void plain_segments(void)
 /* A made segment, so that tables, bases and levels are what the codec writes. */
 static void made_segments(void)
 {
-    spec s = {.name = "made", .S = 1500, .H = 2, .G = 2, .dk = 32, .dv = 32, .W = 16, .rotary = 32, .keep = 0.3, .seed = 5};
+    spec s = {
+        .name = "made", .S = 1500, .H = 2, .G = 2, .dk = 32, .dv = 32, .W = 16, .rotary = 32, .keep = 0.3, .seed = 5};
     for (int p = AKV_PROFILE_PAPER; p <= AKV_PROFILE_DEFAULT; p++) {
         fixture f;
         akv_segment *segment = NULL;
@@ -207,7 +233,8 @@ static void refusals(void)
     akv_segment_release(dense);
     fixture_free(&f);
     for (int ladder = 0; ladder < 2; ladder++) { /* every allocation failing: an error, and nothing left behind */
-        akv_segment *segment = ladder ? random_ladder_segment(&shapes[1], 20, 0.5, 1) : random_segment(&shapes[1], 20, 0.5, 0, 1);
+        akv_segment *segment =
+            ladder ? random_ladder_segment(&shapes[1], 20, 0.5, 1) : random_segment(&shapes[1], 20, 0.5, 0, 1);
         for (uint64_t fail = 1; fail <= 4; fail++) {
             counter c;
             akv_config config;
@@ -239,7 +266,8 @@ static void check_cut(const char *name, akv_segment *segment, uint64_t n)
     if (cut == NULL)
         return;
     akv_segment_get_info(cut, &info, NULL);
-    CHECK(info.shape.num_tokens == n && info.first_position == old.first_position && info.bytes.total <= old.bytes.total);
+    CHECK(info.shape.num_tokens == n && info.first_position == old.first_position &&
+          info.bytes.total <= old.bytes.total);
     check_opens(name, cut);
     const uint64_t dk = old.shape.head_dim_k, dv = old.shape.head_dim_v;
     float *a = must(malloc((n * (dk + dv) + 1) * sizeof *a)), *b = must(malloc((n * (dk + dv) + 1) * sizeof *b));
@@ -256,7 +284,8 @@ static void check_cut(const char *name, akv_segment *segment, uint64_t n)
 
 static void cuts(void)
 {
-    static const uint64_t at[] = {1, 2, 15, 16, 17, 64, 69, 70, 1000, 1023, 1024, 1025, 1040, 2047, 2048, 2049, 2299, 2300};
+    static const uint64_t at[] = {1,    2,    15,   16,   17,   64,   69,   70,   1000,
+                                  1023, 1024, 1025, 1040, 2047, 2048, 2049, 2299, 2300};
     for (uint32_t i = 0; i < NUM_SHAPES; i++) {
         akv_segment *segment = random_ladder_segment(&shapes[i], 20, 0.6, 77 + i);
         for (size_t j = 0; j < sizeof at / sizeof *at; j++)
@@ -291,10 +320,14 @@ static double output_error(const ref_layer *l, const akv_segment *segment)
 {
     const uint32_t d = l->dim[0], dv = l->dim[1];
     const uint64_t S = l->tokens;
-    double *k = must(malloc(S * d * sizeof *k)), *v = must(malloc(S * dv * sizeof *v)), *w = must(malloc(S * sizeof *w));
+    double *k = must(malloc(S * d * sizeof *k)), *v = must(malloc(S * dv * sizeof *v)),
+           *w = must(malloc(S * sizeof *w));
     double off = 0, all = 0, y[1024], z[1024];
     for (uint32_t h = 0; h < l->heads; h++) {
-        must(ref_decode(akv_segment_data(segment, NULL), 0, h, k, NULL) && ref_decode(akv_segment_data(segment, NULL), 1, h, v, NULL) ? k : NULL);
+        must(ref_decode(akv_segment_data(segment, NULL), 0, h, k, NULL) &&
+                     ref_decode(akv_segment_data(segment, NULL), 1, h, v, NULL)
+                 ? k
+                 : NULL);
         ref_layer other = *l;
         other.keys = k - (size_t)h * S * d; /* only head h is read */
         for (uint32_t g = 0; g < l->group; g++)
@@ -325,12 +358,15 @@ static void against_anew(void)
 {
     fixture f;
     const char *path = getenv("AKV_LAYER");
-    if (!CHECK_MSG(fixture_from_npz(path != NULL ? path : AKV_TEST_DATA "/layer12_tail.npz", &f), "the captured layer is missing"))
+    if (!CHECK_MSG(fixture_from_npz(path != NULL ? path : AKV_TEST_DATA "/layer12_tail.npz", &f),
+                   "the captured layer is missing"))
         return;
     ref_layer l;
     akv_diag diag = {0};
     must(ref_layer_load(&f.layer, &l) ? &l : NULL);
-    static const struct { double from, to; } steps[] = {{5, 10}, {8, 12}, {10, 14}, {10, 20}};
+    static const struct {
+        double from, to;
+    } steps[] = {{5, 10}, {8, 12}, {10, 14}, {10, 20}};
     const uint64_t dense = l.tokens * l.heads * (l.dim[0] + l.dim[1]) * 2;
     for (int p = AKV_PROFILE_PAPER; p <= AKV_PROFILE_DEFAULT; p++)
         for (size_t i = 0; i < sizeof steps / sizeof *steps; i++) {
@@ -344,10 +380,12 @@ static void against_anew(void)
             if (akv_segment_retarget(large, budget, NULL, &small, NULL, &diag) == AKV_OK &&
                 akv_compress(&f.layer, &f.config, &anew, &diag) == AKV_OK) {
                 const double e0 = output_error(&l, large), e1 = output_error(&l, small), e2 = output_error(&l, anew);
-                printf("  profile %d, %llu tokens, %gx -> %gx: output error %.4f -> %.4f retargeted, %.4f anew (%.2f times)\n", p,
-                       (unsigned long long)l.tokens, steps[i].from, steps[i].to, e0, e1, e2, e1 / e2);
+                printf("  profile %d, %llu tokens, %gx -> %gx: output error %.4f -> %.4f retargeted, %.4f anew (%.2f "
+                       "times)\n",
+                       p, (unsigned long long)l.tokens, steps[i].from, steps[i].to, e0, e1, e2, e1 / e2);
                 /* Measured: 1.0 to 1.5 for profile default. Twice is a fault. */
-                CHECK_MSG(p == AKV_PROFILE_PAPER || e1 < 2 * e2, "%gx -> %gx: error %.4f, anew %.4f", steps[i].from, steps[i].to, e1, e2);
+                CHECK_MSG(p == AKV_PROFILE_PAPER || e1 < 2 * e2, "%gx -> %gx: error %.4f, anew %.4f", steps[i].from,
+                          steps[i].to, e1, e2);
                 CHECK_MSG(total_of(small) <= budget, "the budget does not hold");
             } else {
                 printf("  profile %d, %gx -> %gx: %s\n", p, steps[i].from, steps[i].to, diag.message);

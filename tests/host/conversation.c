@@ -47,9 +47,11 @@ static void speak(size_t from, size_t to, uint64_t budget)
         CHECK_OK(akv_llama_decode(g_host, g_tokens + at, n, AKV_LLAMA_LOGITS_LAST, diag));
         at += n;
         const akv_llama_memory m = memory_of();
-        CHECK(budget == 0 || m.segments.total + m.cell_bytes <= budget, "%llu + %llu bytes after %zu tokens, the budget is %llu",
-              (unsigned long long)m.segments.total, (unsigned long long)m.cell_bytes, at, (unsigned long long)budget);
-        CHECK(akv_llama_next_position(g_host) == (int32_t)at && memcmp(akv_llama_history(g_host), g_tokens, at * sizeof *g_tokens) == 0,
+        CHECK(budget == 0 || m.segments.total + m.cell_bytes <= budget,
+              "%llu + %llu bytes after %zu tokens, the budget is %llu", (unsigned long long)m.segments.total,
+              (unsigned long long)m.cell_bytes, at, (unsigned long long)budget);
+        CHECK(akv_llama_next_position(g_host) == (int32_t)at &&
+                  memcmp(akv_llama_history(g_host), g_tokens, at * sizeof *g_tokens) == 0,
               "the history is not what was said");
     }
 }
@@ -78,8 +80,9 @@ static void test_rolling(void)
     const akv_llama_memory m = memory_of();
     CHECK(m.rolls >= 2 && m.retargets == 0, "%u rolls, %u retargets", m.rolls, m.retargets);
     CHECK(m.segments.residuals > 0 && m.segments.dense > 0, "nothing compressed, or nothing exact");
-    printf("rolling at 5x: %d tokens, %.2f MiB dense, %.2f MiB in %u segments, %.2f MiB in cells\n", SPOKEN, (double)m.dense_bytes / 1048576,
-           (double)m.segments.total / 1048576, m.num_segments, (double)m.cell_bytes / 1048576);
+    printf("rolling at 5x: %d tokens, %.2f MiB dense, %.2f MiB in %u segments, %.2f MiB in cells\n", SPOKEN,
+           (double)m.dense_bytes / 1048576, (double)m.segments.total / 1048576, m.num_segments,
+           (double)m.cell_bytes / 1048576);
 }
 
 /* Back and forth again, in the cells, in exact segments, in compressed ones: the same logits as the first time. */
@@ -94,7 +97,8 @@ static void test_truncate(void)
     for (size_t i = 0; i < sizeof where / sizeof *where; i++) {
         first = logits_from(where[i], 8);
         again = logits_from(where[i], 8);
-        CHECK(memcmp(first, again, 8 * g_vocab * sizeof *first) == 0, "going back to %d twice gave other logits", where[i]);
+        CHECK(memcmp(first, again, 8 * g_vocab * sizeof *first) == 0, "going back to %d twice gave other logits",
+              where[i]);
         free(first);
         free(again);
         const akv_llama_memory m = memory_of();
@@ -139,7 +143,8 @@ static void test_budget(void)
     begin(0.2, budget);
     speak(OPENING, SPOKEN, budget);
     const akv_llama_memory after = memory_of();
-    CHECK(after.rolls >= 2 && after.retargets >= 1, "%u rolls, %u retargets: the budget was never in the way", after.rolls, after.retargets);
+    CHECK(after.rolls >= 2 && after.retargets >= 1, "%u rolls, %u retargets: the budget was never in the way",
+          after.rolls, after.retargets);
     akv_llama_rolling r;
     akv_llama_rolling_init(&r);
     r.budget_bytes = token * 100;
@@ -151,25 +156,29 @@ static void test_budget(void)
 /* Opening, user, answer, user: piece by piece the text that the template gives for the whole. */
 static void test_turns(void)
 {
-    static const char want[] = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <|im_end|><|im_end|>\n<|im_start|>assistant\n"
-                               "<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n";
+    static const char want[] =
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+        "<|im_end|>\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n";
     int32_t *piece[3];
     size_t n[3], length = 0;
     char text[1024] = "";
     CHECK_OK(akv_llama_render_opening(g_host, "Be brief.", &piece[0], &n[0], diag));
-    CHECK_OK(akv_llama_render_turn(g_host, AKV_LLAMA_TURN_FIRST, "Be brief.", "Hello <|im_end|>", 16, &piece[1], &n[1], diag));
+    CHECK_OK(akv_llama_render_turn(g_host, AKV_LLAMA_TURN_FIRST, "Be brief.", "Hello <|im_end|>", 16, &piece[1], &n[1],
+                                   diag));
     CHECK_OK(akv_llama_render_turn(g_host, AKV_LLAMA_TURN_LATER, "Be brief.", "More", 4, &piece[2], &n[2], diag));
     for (int p = 0; p < 3; p++) {
         for (size_t i = 0; i < n[p]; i++) {
             size_t bytes = 0;
-            CHECK_OK(akv_llama_token_text(g_host, piece[p][i], 1, text + length, sizeof text - length - 1, &bytes, diag));
+            CHECK_OK(
+                akv_llama_token_text(g_host, piece[p][i], 1, text + length, sizeof text - length - 1, &bytes, diag));
             length += bytes;
         }
         akv_llama_free_tokens(piece[p]);
     }
     text[length] = 0;
     CHECK(strcmp(text, want) == 0, "rendered: %s", text);
-    CHECK_FAILS(akv_llama_render_turn(g_host, AKV_LLAMA_TURN_LATER, NULL, "", 0, &piece[0], &n[0], diag), AKV_E_INVALID_ARGUMENT, "empty");
+    CHECK_FAILS(akv_llama_render_turn(g_host, AKV_LLAMA_TURN_LATER, NULL, "", 0, &piece[0], &n[0], diag),
+                AKV_E_INVALID_ARGUMENT, "empty");
 }
 
 /* Divergence from dense of the REST tokens behind SPOKEN: spoken step by step and rolled, and read at once at the same bytes. */
@@ -185,7 +194,8 @@ static void compare_with_one_shot(void)
         speak(OPENING, SPOKEN, 0);
         const akv_llama_memory m = memory_of();
         const uint64_t token = m.dense_bytes / SPOKEN;
-        const uint64_t in_cells = token * (uint64_t)(SPOKEN - OPENING) % (token * CELLS); /* those used, not those there */
+        const uint64_t in_cells =
+            token * (uint64_t)(SPOKEN - OPENING) % (token * CELLS); /* those used, not those there */
         const uint64_t bytes = m.segments.total + in_cells;
         CHECK_OK(akv_llama_decode(g_host, g_tokens + SPOKEN, REST, AKV_LLAMA_LOGITS_ALL, diag));
         float *rolled = copy_logits(REST);
@@ -200,10 +210,12 @@ static void compare_with_one_shot(void)
         akv_llama_store_release(store);
         CHECK_OK(akv_llama_decode(g_host, g_tokens + SPOKEN, REST, AKV_LLAMA_LOGITS_ALL, diag));
         float *once = copy_logits(REST);
-        const divergence a = compare_logits(dense, rolled, REST, g_vocab), b = compare_logits(dense, once, REST, g_vocab);
-        printf("segments at %gx, %.2f MiB in all of %.2f: mean divergence %.5f rolling (top %zu of %d), %.5f at once (top %zu), %.2f times\n",
-               1 / keeps[i], (double)bytes / 1048576, (double)m.dense_bytes / 1048576, a.mean_kl, a.same_top, REST, b.mean_kl, b.same_top,
-               a.mean_kl / b.mean_kl);
+        const divergence a = compare_logits(dense, rolled, REST, g_vocab),
+                         b = compare_logits(dense, once, REST, g_vocab);
+        printf("segments at %gx, %.2f MiB in all of %.2f: mean divergence %.5f rolling (top %zu of %d), %.5f at once "
+               "(top %zu), %.2f times\n",
+               1 / keeps[i], (double)bytes / 1048576, (double)m.dense_bytes / 1048576, a.mean_kl, a.same_top, REST,
+               b.mean_kl, b.same_top, a.mean_kl / b.mean_kl);
         CHECK(a.mean_kl < 0.5, "rolling compression lost the thread");
         free(rolled);
         free(once);
