@@ -183,6 +183,8 @@ typedef struct cli_report {
     uint64_t tokens;
     uint64_t document_tokens_evaluated; /* by this run */
     double keep_ratio;
+    const char *shares;      /* file of `akv calibrate` that split the budget, or NULL */
+    double share_strength;   /* 1 = as the file says; less: nearer to equal, for a layer's fixed part */
     uint64_t seed;
     uint32_t num_layers;
     uint32_t hosted_layers;
@@ -238,6 +240,7 @@ extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;
 extern const cli_command cli_cmd_plan;
 extern const cli_command cli_cmd_eval;
+extern const cli_command cli_cmd_calibrate;
 extern const cli_command cli_cmd_bench;
 
 /* After getopt_long met something it does not know. */

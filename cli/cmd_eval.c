@@ -70,7 +70,10 @@ akv_status eval_compress(eval_run *run, eval_way *way, akv_diag *diag)
     config.seed = run->options->settings.seed;
     config.keep_ratio = way->ratio != 0.0 ? 1.0 / way->ratio : 1.0;
     cli_rotated peer = {way->bits, config.seed, 0};
-    akv_status status = way->kind == EVAL_ROTATED
+    akv_status status = way->kind == EVAL_AKV ? cli_shares_apply(&run->session.shares, host, &config, diag) : AKV_OK;
+    if (status != AKV_OK)
+        return status;
+    status = way->kind == EVAL_ROTATED
                             ? akv_llama_compress_with(host, cli_rotated_make, &peer, &config, &store, diag)
                             : akv_llama_compress(host, methods[way->kind], &config, &store, diag);
     if (status != AKV_OK)
@@ -260,16 +263,29 @@ static int choose_form(eval_run *run)
 
 /* ------------------------------------------------------------------------------------------------------------ run */
 
-static int measure(eval_run *run, eval_options *o)
+int eval_open(eval_run *run, eval_options *o)
 {
+    run->options = o;
     int code = cli_session_open(&run->session, &o->settings);
     cli_progress_end(&run->session.progress);
     if (code == CLI_OK)
         code = check_context(run);
     if (code == CLI_OK)
         code = find_head(run);
-    if (code == CLI_OK)
-        code = read_text(run, o);
+    return code == CLI_OK ? read_text(run, o) : code;
+}
+
+void eval_close(eval_run *run)
+{
+    cli_session_close(&run->session);
+    cli_buffer_free(&run->text);
+    akv_llama_free_tokens(run->tokens);
+    akv_llama_free_tokens(run->head);
+}
+
+static int measure(eval_run *run, eval_options *o)
+{
+    int code = eval_open(run, o);
     if (code == CLI_OK)
         code = choose_form(run);
     if (code == CLI_OK)
@@ -333,7 +349,6 @@ static int run_eval(int argc, char **argv)
         code = cli_fail(CLI_NO_MEMORY, "no memory for the samples");
     if (code == CLI_OK) {
         const double start = cli_now();
-        run->options = &o;
         code = measure(run, &o);
         run->seconds = cli_now() - start;
         cli_interruption_over(); /* the exit code remembers it; the results are still to be written */
@@ -350,10 +365,7 @@ static int run_eval(int argc, char **argv)
             free(run->ways[i].answers[0]);
             free(run->ways[i].answers[1]);
         }
-        cli_session_close(&run->session);
-        cli_buffer_free(&run->text);
-        akv_llama_free_tokens(run->tokens);
-        akv_llama_free_tokens(run->head);
+        eval_close(run);
         free(run);
     }
     cli_settings_free(&o.settings);

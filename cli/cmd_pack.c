@@ -78,6 +78,8 @@ static bool make_properties(const cli_session *s, const cli_report *report, prop
     if (report->profile[0] != '\0')
         put(list, "profile", report->profile);
     put(list, "keep_ratio", list->keep);
+    if (report->shares != NULL && cli_utf8_prefix(report->shares, strlen(report->shares)) == strlen(report->shares))
+        put(list, "shares", report->shares);
     put(list, "seed", list->seed);
     put(list, "form", s->form == AKV_LLAMA_RAW ? "raw" : "chat");
     if (s->system != NULL)

@@ -14,6 +14,7 @@
 
 #include "needles.h"
 #include "session.h"
+#include "shares.h"
 
 enum { EVAL_MAX_WAYS = 96, EVAL_MAX_LIST = 16, EVAL_DEPTHS = 4 };
 
@@ -113,6 +114,11 @@ typedef struct eval_run {
 
 /* ------------------------------------------------------------------------------------------------------- measuring */
 
+/* Model and text; run is zeroed before. Exit code; eval_close whatever happens. o->pieces may come out smaller. */
+int eval_open(eval_run *run, eval_options *o);
+void eval_close(eval_run *run);
+/* The p-th piece of the text: ctx tokens (with what the model puts first) to document, *rest points to what follows. */
+void eval_piece_tokens(const eval_run *run, uint64_t piece, uint64_t *random, int32_t *document, const int32_t **rest);
 /* Both return an exit code; a way that cannot be measured gets its reason and does not end the run. */
 int eval_continuations(eval_run *run);
 int eval_retrieval(eval_run *run);

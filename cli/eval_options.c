@@ -229,6 +229,7 @@ int eval_parse(int argc, char **argv, eval_options *o)
                                         {"method", required_argument, NULL, OPT_METHOD},
                                         {"seed", required_argument, NULL, OPT_SEED},
                                         {"threads", required_argument, NULL, 't'},
+                                        {"shares", required_argument, NULL, OPT_SHARES},
                                         {"raw", no_argument, NULL, OPT_RAW},
                                         {"system", required_argument, NULL, OPT_SYSTEM},
                                         {"json", required_argument, NULL, OPT_JSON},
@@ -287,6 +288,7 @@ const char eval_help[] =
     "q4_1,\n"
     "                       q4_0, iq4_nl, each of which costs one more prefill a sample\n"
     "                       (akv,snapkv,rotated2,rotated3,rotated4,q8_0,q4_0)\n"
+    "      --shares FILE    of `akv calibrate`: split akv's bytes unevenly over the layers\n"
     "      --equal-bytes    akv also at the bytes of every method that has only one size\n"
     "      --show           print each question's values and the answers, on standard error\n"
     "      --seed S         of pieces, needles and random anchors (0)\n"

@@ -220,6 +220,11 @@ int eval_write_json(const eval_run *run, const eval_row *rows, size_t num_rows, 
     cli_json_text(root, "model", name, strlen(name));
     cli_json_text(root, "model_path", o->settings.model, strlen(o->settings.model));
     cli_json_text(root, "libllama", m->library, strlen(m->library));
+    const char *shares = run->options->settings.shares;
+    if (shares != NULL)
+        cli_json_text(root, "shares", shares, strlen(shares));
+    else
+        cJSON_AddNullToObject(root, "shares");
     cJSON *files = cJSON_AddArrayToObject(root, "files");
     for (size_t i = 0; i < o->settings.num_files; i++) {
         cJSON *holder = cJSON_CreateObject(); /* cli_json_text cleans members of objects only */

@@ -147,11 +147,22 @@ static int one_piece(eval_run *run, uint64_t number, const int32_t *document, co
     return CLI_OK;
 }
 
+void eval_piece_tokens(const eval_run *run, uint64_t piece, uint64_t *random, int32_t *document, const int32_t **rest)
+{
+    const eval_options *o = run->options;
+    const size_t plain = (size_t)o->ctx - run->num_head, needed = plain + (size_t)o->continuation + 1;
+    const size_t stretch = run->num_tokens / (size_t)o->pieces;
+    /* a random place in the piece's stretch: pieces do not overlap, and another seed gives others */
+    const size_t from = (size_t)piece * stretch + (size_t)cli_random_below(random, stretch - needed + 1);
+    memcpy(document, run->head, run->num_head * sizeof *document);
+    memcpy(document + run->num_head, run->tokens + from, plain * sizeof *document);
+    *rest = run->tokens + from + plain;
+}
+
 int eval_continuations(eval_run *run)
 {
     const eval_options *o = run->options;
-    const size_t vocab = run->session.model.vocab_tokens, length = (size_t)o->ctx, plain = length - run->num_head;
-    const size_t needed = plain + (size_t)o->continuation + 1, stretch = run->num_tokens / (size_t)o->pieces;
+    const size_t vocab = run->session.model.vocab_tokens, length = (size_t)o->ctx;
     forcing f = {.rows = (size_t)o->continuation};
     f.reference = f.rows <= SIZE_MAX / sizeof(float) / vocab ? malloc(f.rows * vocab * sizeof(float)) : NULL;
     f.row = malloc(vocab * sizeof(float));
@@ -162,11 +173,9 @@ int eval_continuations(eval_run *run)
     uint64_t random = o->settings.seed;
     run->counting = true;
     for (uint64_t p = 0; code == CLI_OK && p < o->pieces; p++) {
-        /* a random place in the p-th stretch: pieces do not overlap, and another seed gives others */
-        const size_t from = (size_t)p * stretch + (size_t)cli_random_below(&random, stretch - needed + 1);
-        memcpy(document, run->head, run->num_head * sizeof *document);
-        memcpy(document + run->num_head, run->tokens + from, plain * sizeof *document);
-        code = one_piece(run, p + 1, document, run->tokens + from + plain, &f);
+        const int32_t *rest;
+        eval_piece_tokens(run, p, &random, document, &rest);
+        code = one_piece(run, p + 1, document, rest, &f);
     }
     free(f.reference);
     free(f.row);

@@ -6,8 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const cli_command *const commands[] = {&cli_cmd_ask,  &cli_cmd_chat,   &cli_cmd_pack, &cli_cmd_repack, &cli_cmd_info,
-                                              &cli_cmd_verify, &cli_cmd_plan, &cli_cmd_eval, &cli_cmd_bench};
+static const cli_command *const commands[] = {
+    &cli_cmd_ask,  &cli_cmd_chat, &cli_cmd_pack, &cli_cmd_repack,    &cli_cmd_info,
+    &cli_cmd_verify, &cli_cmd_plan, &cli_cmd_eval, &cli_cmd_calibrate, &cli_cmd_bench};
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };
 
 static const char general_help[] =
@@ -19,8 +20,8 @@ static const char general_help[] =
     "commands:\n";
 
 static const char general_end[] =
-    "  help      this text, or `akv help COMMAND`\n"
-    "  version   version of akv and its file format\n"
+    "  help       this text, or `akv help COMMAND`\n"
+    "  version    version of akv and its file format\n"
     "\n"
     "example:\n"
     "  akv ask -m model.gguf -f book.txt --ratio 10 \"Who opened the letter?\"\n"
@@ -41,7 +42,7 @@ static int print_general(FILE *stream)
 {
     fputs(general_help, stream);
     for (size_t i = 0; i < NUM_COMMANDS; i++)
-        fprintf(stream, "  %-8s  %s\n", commands[i]->name, commands[i]->summary);
+        fprintf(stream, "  %-9s  %s\n", commands[i]->name, commands[i]->summary);
     fputs(general_end, stream);
     return fflush(stream) == 0 ? CLI_OK : CLI_IO;
 }

@@ -95,6 +95,24 @@ static uint32_t count_dense(const cli_report *r)
     return n;
 }
 
+static void print_shares(const cli_report *r)
+{
+    double least = 1e30, most = 0.0;
+    for (uint32_t i = 0; i < r->num_layers; i++) {
+        const cli_layer_report *layer = &r->layers[i];
+        if (!layer->hosted || layer->segment.dense_bytes == 0)
+            continue;
+        const double keep = (double)layer->segment.budget_bytes / (double)layer->segment.dense_bytes / r->keep_ratio;
+        least = keep < least ? keep : least;
+        most = keep > most ? keep : most;
+    }
+    fprintf(stderr, "shares       %s: layers get %.2f to %.2f of the mean budget", r->shares, least, most);
+    if (r->share_strength < 1.0)
+        fprintf(stderr, " (%.0f %% of what the file asks; the smallest would not hold its fixed part)",
+                100.0 * r->share_strength);
+    fputc('\n', stderr);
+}
+
 static void print_answer_speed(const cli_report *r)
 {
     uint64_t tokens = 0;
@@ -122,7 +140,10 @@ void cli_report_print(const cli_report *r)
         fprintf(stderr, "layers       %u hosted, %u native", r->hosted_layers, r->num_layers - r->hosted_layers);
         if (dense != 0)
             fprintf(stderr, " (%u of the hosted kept dense)", dense);
-        fprintf(stderr, "\ndense cache  %s\n", cli_bytes(r->dense_bytes));
+        fputc('\n', stderr);
+        if (r->shares != NULL)
+            print_shares(r);
+        fprintf(stderr, "dense cache  %s\n", cli_bytes(r->dense_bytes));
         fprintf(stderr, "compressed   %s", cli_bytes(r->bytes.total));
         if (r->budget_bytes != 0)
             fprintf(stderr, " of a budget of %s", cli_bytes(r->budget_bytes));
@@ -256,6 +277,10 @@ static cJSON *report_json(const cli_report *r)
     put_u64(root, "document_tokens_evaluated", r->document_tokens_evaluated);
     cJSON_AddNumberToObject(root, "keep_ratio", r->keep_ratio);
     cJSON_AddNumberToObject(root, "ratio", ratio_of(r));
+    if (r->shares != NULL) {
+        cli_json_text(root, "shares", r->shares, strlen(r->shares));
+        cJSON_AddNumberToObject(root, "share_strength", r->share_strength);
+    }
     put_u64(root, "seed", r->seed);
     put_u64(root, "dense_bytes", r->dense_bytes);
     put_u64(root, "compressed_bytes", r->bytes.total != 0 ? r->bytes.total : r->dense_bytes);

@@ -3,6 +3,7 @@
 #include "session.h"
 #include "document_report.h"
 #include "model_shape.h"
+#include "shares.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -83,7 +84,12 @@ int cli_session_open(cli_session *s, const cli_settings *settings)
         return fail(s, status, &diag, settings->model);
     akv_llama_model_info_init(&s->model);
     status = akv_llama_get_model_info(s->host, &s->model, &diag);
-    return status == AKV_OK ? CLI_OK : fail(s, status, &diag, settings->model);
+    if (status != AKV_OK)
+        return fail(s, status, &diag, settings->model);
+    if (settings->shares == NULL)
+        return CLI_OK;
+    cli_progress_end(&s->progress);
+    return cli_shares_load(settings->shares, s, &s->shares);
 }
 
 int cli_session_read(cli_session *s, uint64_t room)
@@ -151,7 +157,12 @@ static int compress(cli_session *s)
     if (code != CLI_OK)
         return code;
     s->keep_ratio = s->settings->method == CLI_METHOD_EXACT ? 1.0 : config.keep_ratio;
-    akv_status status = akv_llama_compress(s->host, methods[s->settings->method], &config, &s->store, &diag);
+    if (s->shares.num_layers != 0 && (s->shares.profile != config.profile || s->settings->method != CLI_METHOD_AKV))
+        cli_warn("%s is for profile %s: not used", s->settings->shares, cli_profile_name(s->shares.profile));
+    akv_status status = cli_shares_apply(&s->shares, s->host, &config, &diag);
+    if (status != AKV_OK)
+        return fail(s, status, &diag, s->settings->shares);
+    status = akv_llama_compress(s->host, methods[s->settings->method], &config, &s->store, &diag);
     if (status == AKV_OK)
         status = akv_llama_free_dense(s->host, &diag);
     if (status == AKV_OK)
@@ -301,6 +312,7 @@ void cli_session_close(cli_session *s)
     akv_llama_store_release(s->store);
     akv_llama_close(s->host);
     akv_threads_destroy(s->threads);
+    cli_shares_free(&s->shares);
     akv_document_close(s->document);
     cli_unmap(&s->mapping);
     akv_llama_free_tokens(s->tokens);
@@ -341,6 +353,8 @@ int cli_session_report(const cli_session *s, cli_report *r)
         r->tokens = s->num_tokens;
         r->num_layers = stats.num_layers;
         r->keep_ratio = s->store != NULL ? s->keep_ratio : 1.0;
+        r->share_strength = stats.share_strength;
+        r->shares = stats.share_strength > 0.0 ? s->settings->shares : NULL;
         r->dense_bytes = estimate_dense_bytes(s);
         r->native_bytes = stats.native_bytes;
     }

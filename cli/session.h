@@ -15,6 +15,7 @@ typedef struct cli_settings {
     akv_profile profile;
     cli_method method;
     uint64_t seed;
+    const char *shares; /* file of `akv calibrate`, or NULL */
     uint32_t threads;
     bool raw;
     bool quiet;
@@ -29,6 +30,17 @@ void cli_settings_init(cli_settings *settings);
 int cli_store_write(const akv_llama_store *store, const akv_document_property *properties, uint32_t num_properties, const char *path,
                     uint64_t *file_bytes);
 
+/* What `akv calibrate` measured (shares.h). */
+enum { CLI_SHARES_MAX_RATIOS = 16 };
+
+typedef struct cli_shares {
+    uint32_t num_layers; /* 0 = no file */
+    uint32_t num_ratios;
+    akv_profile profile;
+    double ratios[CLI_SHARES_MAX_RATIOS];
+    double *errors; /* [num_ratios][num_layers], -1 = a layer without segments */
+} cli_shares;
+
 typedef struct cli_session {
     const cli_settings *settings;
     cli_progress progress;
@@ -41,6 +53,7 @@ typedef struct cli_session {
     int32_t *tokens;        /* of the document, NULL when it comes from a .akv file */
     uint64_t num_tokens;
     uint64_t document_bytes; /* of the texts */
+    cli_shares shares;       /* of settings->shares; num_layers == 0: none */
     double keep_ratio;       /* asked for, or derived from the budget; 1 when nothing is to be saved */
     const char *path;        /* of the .akv file, or NULL */
     cli_mapping mapping;     /* of a .akv file; outlives the store, whose segments lie in it */
@@ -51,7 +64,7 @@ typedef struct cli_session {
 
 /* All functions return an exit code and have printed the reason when it is not CLI_OK. */
 
-/* Threads and model. */
+/* Threads and model; the file of --shares. */
 int cli_session_open(cli_session *session, const cli_settings *settings);
 /* Texts -> tokens; refuses what does not fit the model's context together with `room` more tokens. */
 int cli_session_read(cli_session *session, uint64_t room);

@@ -29,6 +29,7 @@ bool cli_settings_option(cli_settings *s, int option, const char *value)
     case OPT_PROFILE: return cli_parse_profile(value, &s->profile);
     case OPT_METHOD: return cli_parse_method(value, &s->method);
     case OPT_SEED: return cli_parse_u64("--seed", value, 0, UINT64_MAX, &s->seed);
+    case OPT_SHARES: s->shares = value; return true;
     case 't':
         if (!cli_parse_u64("--threads", value, 1, 1024, &number))
             return false;
@@ -50,6 +51,7 @@ bool cli_settings_is_document(int option)
     case 'b':
     case OPT_PROFILE:
     case OPT_METHOD:
+    case OPT_SHARES:
     case OPT_RAW:
     case OPT_SYSTEM: return true;
     default: return false;

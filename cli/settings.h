@@ -5,7 +5,7 @@
 
 #include "session.h"
 
-enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_RAW, OPT_SYSTEM, OPT_JSON };
+enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_SHARES, OPT_RAW, OPT_SYSTEM, OPT_JSON };
 
 #define CLI_SETTINGS_SHORT "m:f:t:qh"
 #define CLI_SETTINGS_LONG                                                                                              \
@@ -13,6 +13,7 @@ enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_RAW, OPT_SYSTEM, OPT_JSON };
         {"keep", required_argument, NULL, 'k'}, {"ratio", required_argument, NULL, 'r'},                               \
         {"budget", required_argument, NULL, 'b'}, {"profile", required_argument, NULL, OPT_PROFILE},                   \
         {"method", required_argument, NULL, OPT_METHOD}, {"seed", required_argument, NULL, OPT_SEED},                  \
+        {"shares", required_argument, NULL, OPT_SHARES},                                                               \
         {"threads", required_argument, NULL, 't'}, {"raw", no_argument, NULL, OPT_RAW},                                \
         {"system", required_argument, NULL, OPT_SYSTEM}, {"json", required_argument, NULL, OPT_JSON},                  \
         {"quiet", no_argument, NULL, 'q'}, {"help", no_argument, NULL, 'h'}
@@ -23,6 +24,7 @@ enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_RAW, OPT_SYSTEM, OPT_JSON };
     "      --profile NAME   default; paper: the method exactly as published\n"                                         \
     "      --method NAME    akv; for comparison: snapkv (eviction at the same bytes), exact (every token kept,\n"      \
     "                       through the same path), dense (the engine's own cache; not for pack)\n"                    \
+    "      --shares FILE    made by `akv calibrate`: the same bytes, split unevenly over the layers\n"                  \
     "      --seed S         of the random anchors, and of --temp (0)\n"                                                \
     "  -t, --threads N      (all processors)\n"                                                                        \
     "      --raw            no chat template: the model continues document and question as plain text\n"               \

@@ -25,6 +25,7 @@ import torch
 import anchorkv
 import rotated
 import scoring
+import shares
 import tasks
 from model import Model
 from workers import SharedFile, Workers, view
@@ -108,7 +109,7 @@ class Pipeline:
         positions = put(sampled)
         return [{"at": positions, **{name: put(host(x)) for name, x in zip("kvqm", l)}} for l in layers]
 
-    def _submit(self, slot, spec, factor, arrays, S):
+    def _submit(self, slot, spec, factor, arrays, S, strength=1.0):
         m = self.model
         side = m.H * S * m.d  # floats
         before = self.slots[slot].bytes
@@ -118,7 +119,9 @@ class Pipeline:
             bytes_ = self.slots[slot].bytes  # pinned where the machine lets us: faster copies, nothing else
             torch.cuda.cudart().cudaHostRegister(bytes_.ctypes.data, bytes_.nbytes, 0)
         window = SNAPKV_WINDOW if spec["kind"] == "snapkv" else WINDOW
-        shares = spec.get("layer_share", [1.0] * m.num_layers)
+        split = np.ones(m.num_layers)
+        if spec.get("shares"):
+            split = shares.mixed(shares.solve(*shares.load(spec["shares"]), 1 / factor), strength)
         futures = []
         for i, a in enumerate(arrays):
             options = {
@@ -128,7 +131,7 @@ class Pipeline:
                 "seed": spec.get("seed", 0),
                 "profile": spec.get("profile", "default"),
                 "overrides": spec.get("overrides"),
-                "keep_ratio": shares[i] / factor if factor else 1.0,
+                "keep_ratio": min(1.0, float(split[i]) / factor) if factor else 1.0,
                 "method": {"anchorkv": "anchorkv", "snapkv": "snapkv", "identity": "dense"}[spec["kind"]],
             }
             futures.append(
@@ -174,6 +177,12 @@ class Pipeline:
                 slot, futures = jobs.pop(i)
                 replies = [f.result() for f in futures]
                 failed = next((r for r in replies if "error" in r), None)
+                strength = 1.0
+                while failed is not None and failed["status"] == INFEASIBLE and spec.get("shares") and strength > 0.1:
+                    strength -= 0.25  # the smallest share would not hold its fixed part
+                    print(f"   {name} {factor:g}x: shares at {strength:g} of their strength", flush=True)
+                    replies = [f.result() for f in self._submit(slot, spec, factor, arrays, S, strength)]
+                    failed = next((r for r in replies if "error" in r), None)
                 if failed is not None:
                     if failed["status"] != INFEASIBLE:
                         raise SystemExit(f"{name} {factor}: {failed['error']}")

@@ -23,6 +23,7 @@ class State:
         self.layers = {}  # captured: layer -> (K, V, Q of the window, Q sampled)
         self.prefix = None  # [(K, V)] float32 [H, n, d] on the device
         self.tail = {}  # layer -> (K, V) [B, H, t, d] float32
+        self.outputs = None  # {}: layer -> attention output of the last step is kept there
         self.valid = None  # [B, t] bool: which tail tokens exist (rows are padded on the left)
 
 
@@ -60,6 +61,8 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     out = torch.matmul(far, prefix_v).view(H, B, G, T, -1).transpose(0, 1)
     out = out + torch.matmul(near.view(B, H, G * T, n), tail_v).view(B, H, G, T, -1)
     out = (out / total[..., None]).reshape(B, HQ, T, -1)
+    if STATE.outputs is not None:
+        STATE.outputs[layer] = out
     return out.to(query.dtype).transpose(1, 2), None
 
 

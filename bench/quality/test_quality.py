@@ -5,7 +5,10 @@ import random
 import re
 import unittest
 
+import numpy as np
+
 import scoring
+import shares
 import tasks
 
 PROSE = " ".join(f"Sentence number {i} speaks of nothing in particular." for i in range(20000))
@@ -129,6 +132,24 @@ class ScoringTest(unittest.TestCase):
         self.assertTrue(low < scoring.mean(mine["a"]) < high)
         # Binomial: sd 0.079 for 40 draws, so the 90 % range is about 0.26 wide.
         self.assertTrue(0.15 < high - low < 0.40)
+
+
+class SharesTest(unittest.TestCase):
+    def test_known_optimum(self):
+        """errors c * ratio^fall are least in sum at shares ~ c^(1 / (1 + fall)), as tests/host/shares.c checks of the C solver."""
+        ratios, c = np.array([4.0, 8, 16, 32]), np.array([1e-3, 1e-3, 4e-3, 2.5e-4, 8e-3])
+        errors = c * (ratios[:, None] / 10) ** 1.8
+        best = c ** (1 / 2.8)
+        for rows in (slice(0, 4), slice(1, 2)):
+            found = shares.solve(ratios[rows], errors[rows], 0.1)
+            self.assertLess(np.abs(found / (best / best.mean()) - 1).max(), 0.03)
+
+    def test_bounds(self):
+        found = shares.solve([4, 8], [[0.0, np.nan, 0.5], [0.0, np.nan, 0.9]], 0.05)
+        self.assertEqual(found[1], 1.0)
+        self.assertAlmostEqual((found[0] + found[2]) / 2, 1.0)
+        self.assertGreater(found[0], 0.05)
+        self.assertAlmostEqual(shares.mixed(found, 0.5)[0], (1 + found[0]) / 2)
 
 
 if __name__ == "__main__":

@@ -250,6 +250,33 @@ akv_status akv_llama_compress(akv_llama *host, akv_llama_method method, const ak
                               akv_diag *diag);
 
 /*
+ * akv_llama_set_layer_shares() - from now on akv_llama_compress with AKV_LLAMA_ANCHOR gives layer i shares[i] times the budget
+ * of the mean layer; the sum over the layers stays what config says. Only proportions matter: they are brought to a mean of 1
+ * over the dense bytes of the layers that are compressed. Where the smallest would not hold what every segment needs, all are
+ * mixed with equal shares as far as necessary (stats.share_strength says how far).
+ *
+ *   shares  in  [num_layers], all > 0 and finite, copied; NULL: equal shares again. Of layers without segments: not read
+ *
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_MISMATCH (another number of layers than the model's), AKV_E_NO_MEMORY.
+ */
+akv_status akv_llama_set_layer_shares(akv_llama *host, const double *shares, uint32_t num_layers, akv_diag *diag);
+
+/*
+ * akv_llama_solve_shares() - the split of a budget that minimises the sum of the layers' relative squared errors.
+ *
+ *   ratios      in   [num_ratios] ascending, > 1: how many times smaller the layers were made
+ *   errors      in   [num_ratios][num_layers] relative squared error of the layer's attention output, >= 0 and finite; a negative
+ *                    number in every row: this layer has no segments
+ *   keep_ratio  in   of all layers together
+ *   shares      out  [num_layers], mean 1 over the layers with segments, each 1/4..4; 1 for the others
+ *
+ * Between the measured ratios the curves are straight in log-log, beyond them they go on as at the end. Returns AKV_OK,
+ * AKV_E_INVALID_ARGUMENT. Derivation: docs/method.md "one budget for all layers".
+ */
+akv_status akv_llama_solve_shares(const double *ratios, const double *errors, uint32_t num_ratios, uint32_t num_layers,
+                                  double keep_ratio, double *shares, akv_diag *diag);
+
+/*
  * One layer's cache -> one segment with one reference, all of the layer's tokens in it. Called on the caller's thread for
  * each full-attention layer in turn. `layer` and `config` (its executor is the host's unless the caller gave one) are
  * borrowed. Any status but AKV_OK ends akv_llama_compress_with with it.
@@ -352,6 +379,21 @@ akv_status akv_llama_decode(akv_llama *host, const int32_t *tokens, size_t num_t
                             akv_diag *diag);
 
 /*
+ * akv_llama_compare() - akv_llama_decode on the attached store (logits of the last token), while every layer attends with the
+ * same queries to other stores of the same document too: how far would its output be off? Errors do not add up from layer
+ * to layer, since all queries are the attached store's.
+ *
+ *   others         in      [num_others], num_others >= 1
+ *   squared_error  in/out  [num_others][num_layers] sum over tokens, heads and dimensions of the squared difference is added
+ *   energy         in/out  [num_layers] the same sum of the squared outputs of the attached store is added
+ *
+ * Layers without segments are left alone. The tokens must fit the free tail cells. Errors as akv_llama_decode, and
+ * AKV_E_MISMATCH (a store of another document or model).
+ */
+akv_status akv_llama_compare(akv_llama *host, akv_llama_store *const *others, size_t num_others, const int32_t *tokens,
+                             size_t num_tokens, double *squared_error, double *energy, akv_diag *diag);
+
+/*
  * Logits [vocab_tokens] of token `index` of the last decode; -1 = its last token, the only one in LAST mode. NULL when
  * there are none. Valid until the next call that decodes, rewinds, attaches, detaches or frees.
  */
@@ -430,6 +472,8 @@ typedef struct akv_llama_stats {
     uint64_t decode_tokens; /* since attach (attached) or since prefill (densely) */
     double decode_seconds;
     double attend_seconds;      /* the part of decode_seconds spent in akv_attend */
+    double share_strength;      /* of the last compression: 0 = the layers' budgets were equal; 1 = as akv_llama_set_layer_shares
+                                   asked; between: nearer to equal, because the smallest could not be held */
     uint64_t tail_moves;        /* how often B's cells moved into dense segments */
     uint64_t dense_cache_bytes; /* hosted layers, prefix tokens only, 16 bit */
     uint64_t compressed_bytes;  /* the segments that replace them, objects included */

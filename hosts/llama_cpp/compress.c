@@ -84,8 +84,9 @@ static akv_status compress_layer(akv_llama *host, uint32_t number, const maker *
     return status;
 }
 
-static akv_status build_store(akv_llama *host, const maker *by, const akv_config *config, akv_llama_layer *layers,
-                              akv_segment **segments, akv_llama_store **out, akv_diag *diag)
+/* factors: of the layers' budgets, or NULL */
+static akv_status build_store(akv_llama *host, const maker *by, const akv_config *config, const double *factors,
+                              akv_llama_layer *layers, akv_segment **segments, akv_llama_store **out, akv_diag *diag)
 {
     const uint32_t num_layers = host->num_layers;
     uint32_t num_segments = 0;
@@ -98,7 +99,10 @@ static akv_status build_store(akv_llama *host, const maker *by, const akv_config
         } else {
             const double start = akvl_seconds();
             akvl_layer_signature(layer, &layers[i]);
-            status = compress_layer(host, i, by, config, &segments[num_segments], diag);
+            akv_config own = *config;
+            if (factors)
+                akvl_share_config(config, factors[i], &own);
+            status = compress_layer(host, i, by, &own, &segments[num_segments], diag);
             if (status != AKV_OK)
                 break;
             layers[i].first_segment = num_segments++;
@@ -147,13 +151,20 @@ static akv_status compress(akv_llama *host, const maker *by, const akv_config *c
         own.executor = host->options.executor;
     akv_llama_layer *layers = akvl_new(host->num_layers, sizeof *layers);
     akv_segment **segments = akvl_new(host->num_layers, sizeof *segments);
+    double *factors = akvl_new(host->num_layers, sizeof *factors), strength = 0.0;
+    const bool uneven = by->method == AKV_LLAMA_ANCHOR && host->shares;
     const double start = akvl_seconds();
+    if (uneven && factors)
+        akvl_layer_factors(host, &own, factors, &strength);
     akv_status status =
-        layers && segments ? build_store(host, by, &own, layers, segments, out, diag)
-                           : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
+        layers && segments && factors
+            ? build_store(host, by, &own, uneven ? factors : NULL, layers, segments, out, diag)
+            : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the table of %u layers", host->num_layers);
     free(layers);
     free(segments);
+    free(factors);
     if (status == AKV_OK) {
+        host->stats.share_strength = strength;
         host->stats.compress_seconds = akvl_seconds() - start;
         akvl_note_store(host, *out);
     }

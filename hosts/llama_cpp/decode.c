@@ -93,9 +93,8 @@ static akv_status remember(akv_llama *host, const int32_t *tokens, size_t n, akv
 
 /* --------------------------------------------------------------------------------------------------- attention */
 
-/* Everything but the tensors' data pointers' contents: enough for the workspace size. */
-static void fill_params(const akv_llama *host, uint32_t number, uint32_t num_queries, uint64_t tail_tokens,
-                        akv_attend_params *out)
+void akvl_fill_params(const akv_llama *host, uint32_t number, uint32_t num_queries, uint64_t tail_tokens,
+                      akv_attend_params *out)
 {
     const akvl_layer *layer = &host->tail_graph->layers[number];
     akv_attend_params_init(out);
@@ -130,7 +129,7 @@ void akvl_replace(akvl_hook *hook, int number, struct ggml_tensor *node)
         return;
     }
     akv_attend_params p;
-    fill_params(host, (uint32_t)number, (uint32_t)queries, visible, &p);
+    akvl_fill_params(host, (uint32_t)number, (uint32_t)queries, visible, &p);
     p.queries = (akv_tensor){q->data, AKV_F32, (int64_t)q->nb[2] / full, (int64_t)q->nb[1] / full, 1};
     p.tail_keys = (akv_tensor){k->data, AKV_F16, (int64_t)k->nb[2] / half, (int64_t)k->nb[1] / half, 1};
     p.tail_values = (akv_tensor){v->data, AKV_F16, (int64_t)v->nb[2] / half, (int64_t)v->nb[1] / half, 1};
@@ -141,8 +140,10 @@ void akvl_replace(akvl_hook *hook, int number, struct ggml_tensor *node)
     p.out_stride_token = node->ne[0] * node->ne[1];
     akv_diag inner = {.status = AKV_OK};
     const double start = akvl_seconds();
-    const akv_status status = akv_attend(&p, host->workspace, host->workspace_bytes, &inner);
+    akv_status status = akv_attend(&p, host->workspace, host->workspace_bytes, &inner);
     host->stats.attend_seconds += akvl_seconds() - start;
+    if (status == AKV_OK && host->comparison)
+        status = akvl_compare_layer(host, (uint32_t)number, &p, &inner);
     if (status != AKV_OK)
         akvl_fail(&hook->failure, status, "layer %d: %.480s", number, inner.message);
     else
@@ -158,7 +159,7 @@ static akv_status reserve_workspace(akv_llama *host, uint32_t num_queries, akv_d
             continue;
         akv_attend_params p;
         size_t bytes = 0;
-        fill_params(host, i, num_queries, host->tail_used + num_queries, &p);
+        akvl_fill_params(host, i, num_queries, host->tail_used + num_queries, &p);
         const akv_status status = akv_attend_workspace_bytes(&p, &bytes, diag);
         if (status != AKV_OK)
             return status;

@@ -273,6 +273,7 @@ void akv_llama_close(akv_llama *host)
         llama_model_free(host->model);
     free(host->layer_stats);
     free(host->is_hosted);
+    free(host->shares);
     free(host->logits);
     free(host->workspace);
     free(host);

@@ -188,6 +188,9 @@ struct akv_llama {
     size_t logits_capacity; /* rows */
     size_t logits_rows;
 
+    struct akvl_comparison *comparison; /* while akv_llama_compare runs, else NULL */
+    double *shares; /* [num_layers] of akv_llama_set_layer_shares, or NULL */
+
     akv_llama_stats stats;
     akv_llama_layer_stats *layer_stats; /* [num_layers] */
 };
@@ -216,6 +219,14 @@ uint32_t akvl_dense_cells(const akv_llama *host, uint64_t tokens);
 /* The first num_tokens cells of a layer's cache as the core takes them; queries are left out. */
 void akvl_describe_layer(const akvl_layer *from, int32_t number, uint64_t num_tokens, int32_t first_position,
                          akv_layer *out);
+/*
+ * What each layer's budget is multiplied by: the shares, brought to a mean of 1 over the hosted layers' dense bytes, so that
+ * the sum of the budgets stays; mixed with equal shares as far as the smallest layer's fixed part asks. *strength: 1 = as
+ * they are, 0 = equal. host->shares must be there.
+ */
+void akvl_layer_factors(const akv_llama *host, const akv_config *config, double *factors, double *strength);
+/* The configuration of one layer, whose budget is `factor` times that of the mean layer. */
+void akvl_share_config(const akv_config *whole, double factor, akv_config *one);
 /* Run a throwaway context of B's size over a few tokens and learn its graph. */
 akv_status akvl_probe(akv_llama *host, const int32_t *tokens, size_t num_tokens, akvl_graph **out, akv_diag *diag);
 /* One llama_decode; logits of the last (or all) tokens are wanted when asked for. */
@@ -227,6 +238,12 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
 /* The modes that break: called with computed nodes. */
 void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
 void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
+
+/* Attention of one layer over the running segments and the tail: everything but the tensors, enough for the workspace. */
+void akvl_fill_params(const akv_llama *host, uint32_t number, uint32_t num_queries, uint64_t tail_tokens,
+                      akv_attend_params *out);
+/* One layer of akv_llama_compare; `attached` is the call whose result is there. Allocates nothing. */
+akv_status akvl_compare_layer(akv_llama *host, uint32_t number, const akv_attend_params *attached, akv_diag *diag);
 
 /* State of window and recurrent layers of sequence 0. */
 akv_status akvl_save_native(struct llama_context *context, void **out, size_t *bytes, akv_diag *diag);
