@@ -5,11 +5,10 @@
     AKV_LIBRARY=.../libanchorkv.so PYTHONPATH=python bench/quality/calibrate.py --model MODEL.gguf --text TEXT.txt \\
         --ctx 27000 --pieces 1 --contexts 1 --out out/shares.json
 
-One layer at a time is replaced by its compressed form, all others stay exact. Measured on continuations of plain text
-(--pieces) and on the answers of retrieval questions (--contexts): the relative squared error of that layer's attention
-output ("errors", what shares are made of), and the Kullback-Leibler divergence of the next token ("kld", to look at: 16-bit
-models have a noise of their own there). Seed 1 for shares; figures are reported on other text. What `akv calibrate` does on
-llama.cpp, for models that want a GPU; methods of eval_model.py take the file as "shares".
+What `akv calibrate` does on llama.cpp, for models that want a GPU: while the model goes on from the exact cache, every layer
+attends with the same queries to compressed caches too; kept is the relative squared error of its output. It goes on with
+plain text (--pieces) and with questions and their answers (--contexts); both kinds count alike. Seed 1 for shares; figures
+are reported on other text. Methods of eval_model.py take the file as "shares".
 """
 
 import argparse
@@ -27,32 +26,6 @@ import tasks
 from eval_model import CONTINUATION, SAMPLED, SNAPKV_WINDOW, Pipeline
 from model import STATE, Model
 from workers import Workers
-
-class Judge:
-    """Divergence of rows of forced tokens from the dense reference, and each layer's attention output."""
-
-    def __init__(self, model, start, rows, counted):
-        self.model, self.start, self.rows, self.counted = model, start, rows, counted
-
-    def log_probs(self, prefix):
-        m = self.model
-        m.begin(prefix, len(self.rows))
-        STATE.outputs = {}
-        with torch.inference_mode():
-            logits = m.step(*m._padded(self.rows, self.start))
-        picked = [torch.log_softmax(logits[b, -1 - n : -1].float(), -1) for b, n in enumerate(self.counted)]
-        return torch.cat(picked), STATE.outputs
-
-    def reference(self, prefix):
-        self.dense, self.outputs = self.log_probs(prefix)
-
-    def compare(self, prefix, layer):
-        lp, outputs = self.log_probs(prefix)
-        kld = float((self.dense.exp() * (self.dense - lp)).sum(-1).mean())
-        if layer is None:
-            return kld, 0.0
-        a, b = self.outputs[layer].float(), outputs[layer].float()
-        return kld, float(((a - b) ** 2).sum() / (a**2).sum())
 
 
 def main():
@@ -81,49 +54,43 @@ def main():
     pipeline = Pipeline(model, Workers(a.threads))
     before, after = model.frame(not a.plain)
 
-    prompts = []  # (kind, prefix tokens, rows, tokens counted of each row)
+    prompts = []  # (kind, prefix tokens, rows)
     for i in range(a.pieces):
         rng = random.Random(f"{a.seed}/continuation/{i}")
         length = a.ctx + CONTINUATION
         start = rng.randrange(0, len(prose) - length * 8)
         ids = model.encode(prose[start : start + length * 8])[:length]
-        prompts.append(("text", ids[: a.ctx], [ids[a.ctx :]], [CONTINUATION - 1]))
+        prompts.append(("text", ids[: a.ctx], [ids[a.ctx :]]))
     overhead = len(model.encode(before))
     contexts = tasks.build_contexts(
         "shared", list(tasks.TASKS), a.contexts, a.seed, a.ctx - overhead, prose, model.encode, model.decode
     )
     for c in contexts:
-        rows, counted = [], []
+        rows = []
         for q in c.questions:
-            answer = model.encode(" " + ", ".join(q.answers))
             ask = f"\n\nQuestion: {q.ask}{after}{q.opening}" if after else f"\n\nQuestion: {q.ask}\nAnswer: {q.opening}"
-            rows.append(model.encode(ask) + answer)
-            counted.append(len(answer))
-        prompts.append(("retrieval", model.encode(before + c.text), rows, counted))
+            rows.append(model.encode(ask) + model.encode(" " + ", ".join(q.answers)))
+        prompts.append(("retrieval", model.encode(before + c.text), rows))
 
     L = model.num_layers
-    kld = {kind: np.zeros((len(ratios), L)) for kind in ("text", "retrieval")}
-    error = {kind: np.zeros((len(ratios), L)) for kind in ("text", "retrieval")}
     count = {"text": a.pieces, "retrieval": len(contexts)}
-    for kind, ids, rows, counted in prompts:
+    error = {kind: np.zeros((len(ratios), L)) for kind in count}
+    for kind, ids, rows in prompts:
         layers, sampled, _ = model.prefill(ids, SNAPKV_WINDOW, SAMPLED)
-        judge, dense = Judge(model, len(ids), rows, counted), None
-        for _, factor, prefix, _ in pipeline.run(layers, sampled, len(ids), methods):
-            if factor is None:
-                dense = list(prefix)
-                judge.reference(dense)
-                continue
-            j = ratios.index(factor)
-            for l in range(L):
-                one = list(dense)
-                one[l] = prefix[l]
-                x, y = judge.compare(one, l)
-                kld[kind][j, l] += x / count[kind]
-                error[kind][j, l] += y / count[kind]
-            whole = judge.compare(prefix, None)[0]
-            print(f"[{time.time() - began:.0f} s] {kind} {factor:g}x: together {whole:.5f}, sum of layers so far "
-                  f"{kld[kind][j].sum():.5f}", flush=True)
-        del layers, judge, dense
+        caches = [  # copies: on a CPU the pipeline's memory is used again
+            [tuple(x if x.is_cuda else x.clone() for x in layer) for layer in prefix]
+            for _, _, prefix, _ in pipeline.run(layers, sampled, len(ids), methods)
+        ]
+        if len(caches) != len(methods):
+            raise SystemExit(f"{a.ctx} tokens cannot be made {ratios[-1]:g} times smaller; give smaller --ratios")
+        model.begin(caches[0], len(rows))
+        STATE.compared, STATE.errors = caches[1:], {}
+        with torch.inference_mode():
+            model.step(*model._padded(rows, len(ids)))
+        STATE.compared = None
+        error[kind] += np.array([STATE.errors[layer] for layer in range(L)]).T / count[kind]
+        print(f"[{time.time() - began:.0f} s] {kind}: sum over layers so far", (error[kind].sum(1)).round(4).tolist(), flush=True)
+        del layers, caches
     kinds = [k for k in count if count[k]]
     errors = np.mean([error[k] for k in kinds], 0)  # every kind of prompt counts alike
     report = {
@@ -136,7 +103,6 @@ def main():
         "contexts": len(contexts),
         "ratios": ratios,
         "errors": errors.tolist(),
-        "kld": {k: kld[k].tolist() for k in kinds},
         "errors_by_kind": {k: error[k].tolist() for k in kinds},
     }
     with open(a.out, "w") as f:

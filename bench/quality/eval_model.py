@@ -119,7 +119,7 @@ class Pipeline:
             bytes_ = self.slots[slot].bytes  # pinned where the machine lets us: faster copies, nothing else
             torch.cuda.cudart().cudaHostRegister(bytes_.ctypes.data, bytes_.nbytes, 0)
         window = SNAPKV_WINDOW if spec["kind"] == "snapkv" else WINDOW
-        split = np.ones(m.num_layers)
+        split = [1.0] * m.num_layers
         if spec.get("shares"):
             split = shares.mixed(shares.solve(*shares.load(spec["shares"]), 1 / factor), strength)
         futures = []
@@ -131,7 +131,7 @@ class Pipeline:
                 "seed": spec.get("seed", 0),
                 "profile": spec.get("profile", "default"),
                 "overrides": spec.get("overrides"),
-                "keep_ratio": min(1.0, float(split[i]) / factor) if factor else 1.0,
+                "keep_ratio": min(1.0, split[i] / factor) if factor else 1.0,
                 "method": {"anchorkv": "anchorkv", "snapkv": "snapkv", "identity": "dense"}[spec["kind"]],
             }
             futures.append(

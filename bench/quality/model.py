@@ -23,11 +23,26 @@ class State:
         self.layers = {}  # captured: layer -> (K, V, Q of the window, Q sampled)
         self.prefix = None  # [(K, V)] float32 [H, n, d] on the device
         self.tail = {}  # layer -> (K, V) [B, H, t, d] float32
-        self.outputs = None  # {}: layer -> attention output of the last step is kept there
+        self.compared = None  # [(K, V) of each layer] of other prefixes: how far off would each layer's output be?
+        self.errors = {}  # layer -> [relative squared error] of the last step
         self.valid = None  # [B, t] bool: which tail tokens exist (rows are padded on the left)
 
 
 STATE = State()
+
+
+def joint(far_q, prefix_k, prefix_v, near, tail_v):
+    """[B, HQ, T, d_v]: one softmax over a prefix that all rows share (far_q [H, B * G * T, d], scaled) and each row's own tail, whose
+    masked logits near [B, H, G, T, n] are given."""
+    B, H, G, T, n = near.shape
+    far = torch.matmul(far_q, prefix_k.transpose(1, 2))
+    top = torch.maximum(far.amax(-1).view(H, B, G, T).transpose(0, 1), near.amax(-1))
+    far = far.sub_(top.transpose(0, 1).reshape(H, B * G * T, 1)).exp_()
+    near = (near - top[..., None]).exp()
+    total = far.sum(-1).view(H, B, G, T).transpose(0, 1) + near.sum(-1)
+    out = torch.matmul(far, prefix_v).view(H, B, G, T, -1).transpose(0, 1)
+    out = out + torch.matmul(near.view(B, H, G * T, n), tail_v).view(B, H, G, T, -1)
+    return (out / total[..., None]).reshape(B, H * G, T, -1)
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **_):
@@ -40,7 +55,6 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
         return out.transpose(1, 2), None
     B, HQ, T, d = query.shape
     H, G = key.shape[1], HQ // key.shape[1]
-    prefix_k, prefix_v = STATE.prefix[layer]
     tail_k, tail_v = key.float(), value.float()
     if layer in STATE.tail:
         tail_k = torch.cat((STATE.tail[layer][0], tail_k), 2)
@@ -48,21 +62,20 @@ def attention(module, query, key, value, attention_mask, scaling=None, dropout=0
     STATE.tail[layer] = (tail_k, tail_v)
     n = tail_k.shape[2]
     q = query.float().view(B, H, G, T, d) * scale
-    far = torch.matmul(q.permute(1, 0, 2, 3, 4).reshape(H, B * G * T, d), prefix_k.transpose(1, 2))
     near = torch.matmul(q.reshape(B, H, G * T, d), tail_k.transpose(2, 3)).view(B, H, G, T, n)
     at = torch.arange(n, device=query.device)
     seen = at[None, :] <= (n - T + torch.arange(T, device=query.device))[:, None]
     seen = seen[None] & STATE.valid[:, None, :]
     near = near.masked_fill(~seen[:, None, None], float("-inf"))
-    top = torch.maximum(far.amax(-1).view(H, B, G, T).transpose(0, 1), near.amax(-1))
-    far = far.sub_(top.transpose(0, 1).reshape(H, B * G * T, 1)).exp_()
-    near = (near - top[..., None]).exp()
-    total = far.sum(-1).view(H, B, G, T).transpose(0, 1) + near.sum(-1)
-    out = torch.matmul(far, prefix_v).view(H, B, G, T, -1).transpose(0, 1)
-    out = out + torch.matmul(near.view(B, H, G * T, n), tail_v).view(B, H, G, T, -1)
-    out = (out / total[..., None]).reshape(B, HQ, T, -1)
-    if STATE.outputs is not None:
-        STATE.outputs[layer] = out
+    far_q = q.permute(1, 0, 2, 3, 4).reshape(H, B * G * T, d)
+    out = joint(far_q, *STATE.prefix[layer], near, tail_v)
+    if STATE.compared is not None:
+        mask = STATE.valid[:, n - T :].repeat_interleave(HQ, 0).view(B, HQ, T, 1)  # padding counts for nothing
+        energy = ((out * mask) ** 2).sum()
+        STATE.errors[layer] = [
+            float((((joint(far_q, *other[layer], near, tail_v) - out) * mask) ** 2).sum() / energy)
+            for other in STATE.compared
+        ]
     return out.to(query.dtype).transpose(1, 2), None
 
 

@@ -11,7 +11,7 @@ except ImportError:
     torch = None
 
 if torch is not None:
-    from model import NAME, Model
+    from model import NAME, STATE, Model
 
 
 @unittest.skipIf(torch is None, "torch and transformers are not installed")
@@ -67,6 +67,29 @@ class PrefixAttentionTest(unittest.TestCase):
             for _ in range(6):
                 ids = ids + [int(self.reference(ids)[-1].argmax())]
             self.assertEqual(out, ids[40 + len(row) :])
+
+    def test_compared_prefixes(self):
+        prefix, *_ = self.prefix(self.ids[:40])
+        worse = [(k, v * 0.9) for k, v in prefix]  # at most a tenth of the output is off, less where the tail is attended
+        rows = [self.ids[40:47], self.ids[50:53]]
+        plain = self.model.forced(prefix, 40, rows)
+        try:
+            STATE.compared = [prefix, worse]
+            compared = self.model.forced(prefix, 40, rows)
+            errors = dict(STATE.errors)
+            STATE.compared = [worse]
+            self.model.forced(prefix, 40, [rows[1]])
+            alone = dict(STATE.errors)
+            self.model.forced(prefix, 40, [rows[1], rows[1]])
+        finally:
+            STATE.compared = None
+        self.assertEqual(plain, compared)
+        self.assertEqual(sorted(errors), [0, 1, 2])
+        for layer in range(3):
+            self.assertEqual(errors[layer][0], 0.0)
+            self.assertTrue(1e-4 < errors[layer][1] < 0.0101, errors[layer])
+            self.assertAlmostEqual(STATE.errors[layer][0], alone[layer][0], places=6)  # rows count alike
+        STATE.errors = {}
 
     def test_shorter_prefix_keeps_positions(self):
         prefix, *_ = self.prefix(self.ids[:40])
