@@ -164,21 +164,44 @@ static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n,
                                anchor, weight);
 }
 
-/*
- * A part of the codes of a block, both sides, towards the caches: value codes are read in strides, which no hardware guesses. Tile
- * by tile, since a burst of them would only wait for room.
- */
-static void fetch_codes(const quad_range *c, uint64_t block, uint32_t tile)
+/* Bytes [from, to) towards the second-level cache. */
+static void fetch(const void *data, uint64_t from, uint64_t to)
 {
 #if defined(__GNUC__)
-    const uint64_t *offsets = c->side[AKV_SIDE_K].offsets + block * 2; /* keys, then values: neighbours */
-    const uint64_t bytes = offsets[2] - offsets[0], share = bytes / (AKV_BLOCK_TOKENS / AKV_QUAD_TILE) + 64;
-    const uint8_t *at = c->side[AKV_SIDE_K].codes + offsets[0];
-    for (uint64_t i = tile * share; i < (tile + 1) * share && i < bytes; i += 64)
-        __builtin_prefetch(at + i, 0, 2);
+    for (uint64_t i = from; i < to; i += 64)
+        __builtin_prefetch((const char *)data + i, 0, 2);
 #else
-    (void)c, (void)block, (void)tile;
+    (void)data, (void)from, (void)to;
 #endif
+}
+
+/*
+ * What the hardware does not guess: anchors are read here and there, everything else in a dozen short streams side by side.
+ */
+static void fetch_anchors(const quad_range *c)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    fetch(v->anchors, 0, (uint64_t)v->num_anchors * v->dim);
+}
+
+/*
+ * A tile's share of what its block will want: codes of both sides, the values' anchors, levels; and the keys' anchors of
+ * some tiles further on. Tile by tile, since a burst would only wait for room.
+ */
+static void fetch_tile(const quad_range *c, uint64_t t0)
+{
+    const uint64_t block = t0 / AKV_BLOCK_TOKENS, tile = t0 % AKV_BLOCK_TOKENS / AKV_QUAD_TILE, tiles = AKV_BLOCK_TOKENS / AKV_QUAD_TILE;
+    const uint64_t *offsets = c->side[AKV_SIDE_K].offsets + block * 2; /* keys, then values: neighbours */
+    const uint64_t bytes = offsets[2] - offsets[0], from = bytes * tile / tiles, to = bytes * (tile + 1) / tiles;
+    fetch(c->side[AKV_SIDE_K].codes + offsets[0], from, to);
+    for (int side = 0; side < AKV_SIDES; side++) {
+        const akv_ladder_view *v = &c->side[side];
+        const uint64_t ahead = t0 + (side == AKV_SIDE_K ? 4 * AKV_QUAD_TILE : 0), eight = ahead / 8, more = AKV_QUAD_TILE / 8;
+        fetch(v->index, eight * v->index_bits, (eight + more) * v->index_bits);
+        fetch(v->coeff, eight * 4, (eight + more) * 4);
+        if (tile < v->planes)
+            fetch(v->levels + tile * v->plane_bytes, t0 / AKV_BLOCK_TOKENS * (AKV_BLOCK_TOKENS / 8), (block + 1) * (AKV_BLOCK_TOKENS / 8));
+    }
 }
 
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
@@ -190,7 +213,7 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
-        fetch_codes(c, b0 / AKV_BLOCK_TOKENS, t / AKV_QUAD_TILE);
+        fetch_tile(c, b0 + t);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
         c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
@@ -336,6 +359,7 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         c.lists[side] = s->lists[side];
         prepare_side(&c, side);
     }
+    fetch_anchors(&c);
     akv_load_queries(task, s);
     for (size_t i = 0; i < (size_t)task->rows * dk; i++)
         s->query[i] *= (float)task->params->sm_scale;
@@ -406,27 +430,46 @@ void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_pl
         for (uint32_t k = 0; k < 6; k++)
             room->moments[k * PP + j] = (float)moment[k];
     }
+    /*
+     * Powers of one rotation, all planes side by side so that compilers vectorise them: 63 complex products in double lose less than
+     * 1e-14. This is done in every call, and a call over 2000 tokens is short.
+     */
+    double co[AKV_QUAD_MAX_DIM / 2], si[AKV_QUAD_MAX_DIM / 2], half_co[AKV_QUAD_MAX_DIM / 2], half_si[AKV_QUAD_MAX_DIM / 2];
+    double x[AKV_QUAD_MAX_DIM / 2], y[AKV_QUAD_MAX_DIM / 2];
     for (uint32_t j = 0; j < planes; j++) {
-        /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */
-        const double co = cos(inv_freq[j]), si = sin(inv_freq[j]), half_co = cos(0.5 * inv_freq[j]), half_si = sin(0.5 * inv_freq[j]);
-        double x = 1.0, y = 0.0;
-        for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
-            int16_t *turn = room->turn16 + ((size_t)o * PP / 32 + j / 32) * 64 + j % 32;
-            turn[0] = (int16_t)lrint(x * (1 << AKV_QUAD_TURN_BITS));
-            turn[32] = (int16_t)lrint(y * (1 << AKV_QUAD_TURN_BITS));
-            if (o < 32) { /* (o + 1/2) theta */
-                room->mean[(size_t)j * 64 + o] = (float)(x * half_co - y * half_si);
-                room->mean[(size_t)j * 64 + 32 + o] = (float)(y * half_co + x * half_si);
+        half_co[j] = cos(0.5 * inv_freq[j]);
+        half_si[j] = sin(0.5 * inv_freq[j]);
+        co[j] = cos(inv_freq[j]);
+        si[j] = sin(inv_freq[j]);
+        x[j] = 1.0;
+        y[j] = 0.0;
+    }
+    const double whole = 0x1.8p52; /* adding and taking it away rounds to a whole number */
+    for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
+        for (uint32_t j0 = 0; j0 < planes; j0 += 32) {
+            const uint32_t n = planes - j0 < 32 ? planes - j0 : 32;
+            int16_t *turn = room->turn16 + ((size_t)o * PP + j0) * 2;
+            for (uint32_t j = 0; j < n; j++) {
+                turn[j] = (int16_t)(int32_t)((x[j0 + j] * (1 << AKV_QUAD_TURN_BITS) + whole) - whole);
+                turn[32 + j] = (int16_t)(int32_t)((y[j0 + j] * (1 << AKV_QUAD_TURN_BITS) + whole) - whole);
             }
-            if (o == 31) {
-                room->middle[j] = (float)(x * half_co - y * half_si);
-                room->middle[PP + j] = (float)(y * half_co + x * half_si);
-            }
-            const double next = x * co - y * si;
-            y = x * si + y * co;
-            x = next;
         }
-        room->step[j] = x;
-        room->step[PP + j] = y;
+        for (uint32_t j = 0; o < 32 && j < room->fast; j++) { /* (o + 1/2) theta */
+            room->mean[(size_t)j * 64 + o] = (float)(x[j] * half_co[j] - y[j] * half_si[j]);
+            room->mean[(size_t)j * 64 + 32 + o] = (float)(y[j] * half_co[j] + x[j] * half_si[j]);
+        }
+        for (uint32_t j = 0; o == 31 && j < planes; j++) {
+            room->middle[j] = (float)(x[j] * half_co[j] - y[j] * half_si[j]);
+            room->middle[PP + j] = (float)(y[j] * half_co[j] + x[j] * half_si[j]);
+        }
+        for (uint32_t j = 0; j < planes; j++) {
+            const double next = x[j] * co[j] - y[j] * si[j];
+            y[j] = x[j] * si[j] + y[j] * co[j];
+            x[j] = next;
+        }
+    }
+    for (uint32_t j = 0; j < planes; j++) {
+        room->step[j] = x[j];
+        room->step[PP + j] = y[j];
     }
 }

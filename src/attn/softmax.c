@@ -90,6 +90,14 @@ static const float *row_of(const akv_kernels *kernels, const akv_tensor *t, uint
     return buffer;
 }
 
+/* The rows from token b0 on where they are 16-bit numbers side by side, else NULL. */
+static const uint16_t *rows_16_bit(const akv_tensor *t, uint32_t head, uint64_t b0)
+{
+    if (t->stride_dim != 1 || t->dtype == AKV_F32)
+        return NULL;
+    return (const uint16_t *)t->data + (int64_t)head * t->stride_head + (int64_t)b0 * t->stride_token;
+}
+
 void akv_dense_row(const akv_kernels *kernels, const akv_tensor *t, uint32_t head, uint64_t token, uint32_t dim, float *out)
 {
     const float *row = row_of(kernels, t, head, token, dim, out);
@@ -108,12 +116,17 @@ void akv_attend_dense(const akv_task *task, const akv_tensor *keys, const akv_te
     for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
         uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
         float shrink[AKV_ATTEND_ROWS];
-        for (uint32_t i = 0; i < n; i++)
+        const uint16_t *k16 = rows_16_bit(keys, task->kv_head, b0), *v16 = rows_16_bit(values, task->kv_head, b0);
+        if (k16 != NULL)
+            kernels->dense_dots(s->query, rows, k16, keys->stride_token, keys->dtype, n, dk, s->logits, AKV_BLOCK_TOKENS);
+        for (uint32_t i = 0; k16 == NULL && i < n; i++)
             kernels->rows_dot(s->query, rows, row_of(kernels, keys, task->kv_head, b0 + i, dk, s->vector), dk, 1.0f,
                               s->logits + i, AKV_BLOCK_TOKENS);
         akv_softmax_block(task, s->logits, AKV_BLOCK_TOKENS, b0, n, masked, out->max, out->sum, shrink);
         akv_shrink_rows(out->acc, rows, dv, shrink);
-        for (uint32_t i = 0; i < n; i++)
+        if (v16 != NULL)
+            kernels->dense_sums(s->logits, AKV_BLOCK_TOKENS, rows, v16, values->stride_token, values->dtype, n, dv, out->acc);
+        for (uint32_t i = 0; v16 == NULL && i < n; i++)
             kernels->rows_axpy(s->logits + i, AKV_BLOCK_TOKENS, rows,
                                row_of(kernels, values, task->kv_head, b0 + i, dv, s->vector), dv, out->acc);
     }

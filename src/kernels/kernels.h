@@ -31,6 +31,15 @@ typedef struct akv_kernels {
     void (*rows_axpy)(const float *w, size_t w_stride, uint32_t num_rows, const float *x, uint32_t dim, float *rows);
 
     /*
+     * rows_dot and rows_axpy over n f16 or bf16 vectors x_t = x + t * x_stride, the same bits:
+     *   out[r * out_stride + t] = <rows[r], x_t>,  rows[r] += w[r * w_stride + t] * x_t, t rising; a weight of 0 skips its row.
+     */
+    void (*dense_dots)(const float *rows, uint32_t num_rows, const uint16_t *x, int64_t x_stride, akv_dtype dtype, uint32_t n,
+                       uint32_t dim, float *out, size_t out_stride);
+    void (*dense_sums)(const float *w, size_t w_stride, uint32_t num_rows, const uint16_t *x, int64_t x_stride, akv_dtype dtype,
+                       uint32_t n, uint32_t dim, float *rows);
+
+    /*
      * One bf16 vector turned by a table row, into plane order, r = rotary_dim / 2:
      *   out[j] = a0 cos[j] - a1 sin[j],  out[j + r] = a0 sin[j] + a1 cos[j],  the rest copied. rotary_dim 0 only copies.
      */

@@ -178,6 +178,34 @@ def test_full_disk(t, folder):
     t.check(not [name for name in os.listdir(folder) if name.endswith(".tmp")], "a temporary file was left behind")
 
 
+def test_bench(t, folder):
+    """A small shape: every row is there and says what it claims; wrong options are refused."""
+    small = ["bench", "--tokens", "1024", "--head-dim", "64", "--threads", "1", "--rounds", "1"]
+    if "not in this build" in t.run("help", "bench").out:
+        t.check(t.run(*small, code=8, err="libllama").out == "", "a bench without libllama prints rows")
+        return
+    path = os.path.join(folder, "bench.json")
+    done = t.run(*small, "--json", path, out="ggml q4_0")
+    t.check(len(done.out.strip().splitlines()) == 8, "not 2 ratios x 4 peers:\n" + done.out)
+    with open(path, encoding="utf-8") as file:
+        report = json.load(file)
+    t.check(report["command"] == "bench" and len(report["rows"]) == 8, "the report has other rows")
+    t.check({row["peer"] for row in report["rows"]} == {"ggml f16", "ggml q8_0", "ggml q4_0", "akv dense f16"}, "other peers")
+    for row in report["rows"]:
+        t.check(row["case"] == "decode" and row["tokens"] == 1024 and row["threads"] == 1 and row["ratio"] in (10, 20), str(row))
+        t.check(row["ns_per_token"] > 0 and row["peer_ns_per_token"] > 0, str(row))
+        t.check(abs(row["speedup"] - row["peer_ns_per_token"] / row["ns_per_token"]) < 1e-6 * row["speedup"], str(row))
+        dense = 1024 * row["kv_heads"] * row["head_dim"] * 2 * 2
+        t.check(row["bytes"] <= dense / row["ratio"], f"{row['bytes']} bytes are more than a {row['ratio']}th")
+        t.check(row["peer_bytes"] == dense or "q" in row["peer"], str(row))
+    report = json.loads(t.run(*small, "--json", "-").out.split("\n", 8)[-1])
+    t.check(len(report["rows"]) == 8, "no report on standard output")
+    t.run("bench", "--tokens", "1", code=1, err="--tokens")
+    t.run("bench", "--threads", "0", code=1, err="--threads")
+    t.run("bench", "--rounds", "1000", code=1, err="--rounds")
+    t.run("bench", "extra", code=1, err="one argument too many")
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--akv", required=True)
@@ -190,6 +218,7 @@ def main():
         test_documents(t, folder, args.make_document)
         test_repack(t, folder, args.make_document)
         test_full_disk(t, folder)
+        test_bench(t, folder)
     return t.end()
 
 

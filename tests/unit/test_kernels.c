@@ -147,6 +147,58 @@ static void dots(void)
         }
 }
 
+/* Many 16-bit rows at once: the same bits as one by one, whatever is masked. */
+static void dense_rows(void)
+{
+    akv_rng rng = {11};
+    for (int round = 0; round < 250; round++) {
+        const uint32_t dim = round % 2 ? 64 * (1 + (uint32_t)akv_rng_below(&rng, 3)) : 1 + (uint32_t)akv_rng_below(&rng, 140);
+        const uint32_t n = (uint32_t)akv_rng_below(&rng, 70), rows = (uint32_t)akv_rng_below(&rng, ROWS + 1);
+        const akv_dtype dtype = round % 3 ? AKV_F16 : AKV_BF16;
+        const int64_t stride = (round % 5 == 0 ? -1 : 1) * (int64_t)(dim + akv_rng_below(&rng, 9));
+        const size_t numbers = (size_t)(n + 1) * (dim + 9), row_stride = n + 3;
+        uint16_t *memory = must(malloc(numbers * 2)), *x = memory + (stride < 0 && n > 0 ? -stride * (int64_t)(n - 1) : 0);
+        float *q = must(malloc((size_t)(ROWS + 1) * dim * 4)), *w = must(malloc((ROWS + 1) * row_stride * 4)), f32[MOST];
+        fill(q, (size_t)ROWS * dim, &rng);
+        fill(w, ROWS * row_stride, &rng);
+        for (size_t i = 0; i < numbers; i++)
+            memory[i] = dtype == AKV_F16 ? akv_f32_to_f16((float)random_gauss(&rng)) : akv_f32_to_bf16((float)random_gauss(&rng));
+        for (uint32_t t = 0; round % 4 == 1 && t < n; t += 5) { /* masked, and not a number */
+            for (uint32_t r = 0; r < ROWS; r++)
+                w[r * row_stride + t] = 0;
+            for (uint32_t i = 0; i < dim; i++)
+                x[(int64_t)t * stride + i] = 0x7fff;
+        }
+        FOR_VARIANTS(k) {
+            guarded dots = guarded_make(ROWS * row_stride), sums = guarded_make((size_t)ROWS * dim);
+            memcpy(sums.data, q, (size_t)ROWS * dim * 4);
+            k->dense_dots(q, rows, x, stride, dtype, n, dim, dots.data, row_stride);
+            k->dense_sums(w, row_stride, rows, x, stride, dtype, n, dim, sums.data);
+            float *want_dots = must(malloc((ROWS + 1) * row_stride * 4)), *want_sums = must(malloc((size_t)(ROWS + 1) * dim * 4));
+            memcpy(want_sums, q, (size_t)ROWS * dim * 4);
+            for (size_t i = 0; i < ROWS * row_stride; i++)
+                want_dots[i] = 777;
+            for (uint32_t t = 0; t < n; t++) {
+                k->row_f32(x + (int64_t)t * stride, dtype, dim, f32);
+                k->rows_dot(q, rows, f32, dim, 1, want_dots + t, row_stride);
+                k->rows_axpy(w + t, row_stride, rows, f32, dim, want_sums);
+            }
+            unsigned wrong = 0;
+            for (size_t i = 0; i < ROWS * row_stride; i++)
+                wrong += !(dots.data[i] == want_dots[i] || (isnan(dots.data[i]) && isnan(want_dots[i])));
+            CHECK_MSG(wrong == 0, "%s: %u dense dots differ, dim %u, %u tokens, %u rows", k->isa, wrong, dim, n, rows);
+            CHECK_MSG(memcmp(sums.data, want_sums, (size_t)ROWS * dim * 4) == 0, "%s: dense sums differ, dim %u", k->isa, dim);
+            free(want_dots);
+            free(want_sums);
+            guarded_free(&dots, "dense_dots");
+            guarded_free(&sums, "dense_sums");
+        }
+        free(memory);
+        free(q);
+        free(w);
+    }
+}
+
 static void turns(void)
 {
     akv_rng rng = {2};
@@ -468,6 +520,7 @@ int main(int argc, char **argv)
     printf("\n");
     TEST(rows_of_16_bit);
     TEST(dots);
+    TEST(dense_rows);
     TEST(turns);
     TEST(groups);
     TEST(bytes_of_anchors);
