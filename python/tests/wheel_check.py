@@ -13,7 +13,7 @@ assert "site-packages" in folder, f"not the installed package: {folder}"
 for name in ("py.typed", "libanchorkv.so"):
     assert os.path.exists(os.path.join(folder, name)), f"{name} is not in the wheel"
 assert "torch" not in sys.modules and "transformers" not in sys.modules
-# Seconds of processor time, so that a busy machine does not matter; numpy takes 0.08 of them, this package must not add.
+# Seconds of processor time, so that a busy machine does not matter; numpy takes 0.08 of them.
 clock = "import time, numpy; t = time.process_time(); import anchorkv; print(time.process_time() - t)"
 own = min(float(subprocess.check_output([sys.executable, "-c", clock])) for _ in range(5))
 assert own < 0.1, f"import takes {own:.2f} s beyond numpy"

@@ -133,7 +133,7 @@ def save(cache, path, tokens, model, *, like=None, properties=None):
 
 
 def load(cls, path, model, *, trust=False, **options):
-    """(cache, tokens): a cache that goes on after the document, and its token ids [1, n], which generate wants in front.
+    """(cache, tokens): a cache that goes on after the document, and its token ids [1, n], to put in front of a question.
 
     trust    open a file of another writer (akv pack), whose model cannot be compared beyond its shape
     options  of AnchorKVCache, for what is compressed from now on
@@ -150,8 +150,8 @@ def load(cls, path, model, *, trust=False, **options):
                 )
         if theirs is None and not trust:
             raise ValueError(
-                f"{path} was not written by transformers, so whether this model's weights are the same cannot be checked; "
-                "load(..., trust=True) takes your word for it"
+                f"{path} was not written by transformers, so whether it was this model cannot be "
+                "checked; load(..., trust=True) takes your word for it"
             )
         if theirs is not None and theirs != mine:
             raise ValueError(f"{path} was made with another model: same shape, other weights or rotary settings")

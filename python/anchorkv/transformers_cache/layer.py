@@ -362,8 +362,8 @@ class AnchorKVLayer(CacheLayerMixin):
         """Take `count` more tokens off the end of the compressed part."""
         if any(sum(s.num_tokens for s in row) != self.offset for row in self.rows) or count >= self.offset:
             raise ValueError(
-                f"crop by {count} tokens more than the exact ones reaches into the compressed part, which can be cut only "
-                "when no row is padded or has lost tokens, and at least one token stays"
+                f"crop by {count} tokens more than the exact ones reaches into the compressed part, which can be cut "
+                "only when no row is padded or has lost tokens, and at least one token stays"
             )
         cut = []
         for row in self.rows:

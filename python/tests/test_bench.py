@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The evaluation: tasks, metrics, methods, logs that go on, reports."""
+
+import contextlib
+import io
+import json
+import os
+import random
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from anchorkv.bench import longbench, methods, report, ruler, runner  # noqa: E402
+from anchorkv.bench.__main__ import main as bench_main  # noqa: E402
+from anchorkv.bench.__main__ import methods as split_methods  # noqa: E402
+from tiny import model_of  # noqa: E402
+
+
+def count(text):
+    return len(text.split())
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_ruler_task(task):
+    prose = ruler.prose_source()
+    s = ruler.make(task, 1500, count, 7, 0, prose)
+    used = count(s.context + s.question + s.prefix) + s.new_tokens
+    assert 1200 < used <= 1500
+    if task != "cwe":  # which lists words by the dozen
+        again = ruler.make(task, 3000, count, 7, 0, prose)
+        assert count(again.context) > 1.5 * count(s.context)
+    assert s == ruler.make(task, 1500, count, 7, 0, prose) != ruler.make(task, 1500, count, 7, 1, prose)
+    assert all(a.lower() in s.context.lower() for a in s.answers)
+    assert s.score(f"They are: {', '.join(s.answers).upper()}\n") == 1 and s.score("nothing") == 0
+    want = {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}.get(task, 1)
+    assert len(s.answers) == want
+    assert s.score(s.answers[0]) == (1.0 if s.part else pytest.approx(1 / want))
+
+
+def test_ruler_answers_can_be_derived():
+    rng, prose = random.Random(1), ruler.prose_source()
+    s = ruler.TASKS["cwe"](rng, 300, prose)
+    body = s.context.rsplit("Memorize", 1)[1]
+    assert all(body.count(f" {w} ") + body.count(f" {w}\n") == 30 for w in s.answers)
+    s = ruler.TASKS["fwe"](rng, 500, prose)
+    counts = sorted(
+        {w: s.context.split().count(w) for w in set(s.context.split()) if len(w) == 6 and w.isalpha()}.items(),
+        key=lambda x: -x[1],
+    )
+    assert {w for w, _ in counts[:3]} == set(s.answers)
+    s = ruler.TASKS["vt"](rng, 100, prose)
+    statements = (x.rstrip(".").split() for x in s.context.split("\n") if x.startswith("VAR "))
+    facts = {x[1]: x[-1] for x in statements}
+    value = s.question.split("value ")[1].split()[0]
+
+    def end(name):
+        return end(facts[name]) if name in facts else name
+
+    assert {n for n in facts if len(n) == 5 and end(n) == value} == set(s.answers)
+
+
+def test_own_prose_and_too_short():
+    prose = ruler.prose_source("One is here. Two came later. Three stayed.")
+    assert prose(random.Random(0), 7)[0] in ("One is here.", "Two came later.", "Three stayed.")
+    with pytest.raises(ValueError, match="does not fit 60 tokens"):
+        ruler.make("vt", 60, count, 0, 0, prose)
+
+
+def test_passkey():
+    for depth in (0.0, 0.5, 1.0):
+        s = ruler.passkey(1000, depth, count, 3, 0, ruler.prose_source())
+        key = s.answers[0]
+        assert len(key) == 64 and s.context.count(key) == 2
+        assert count(s.context + s.question + s.prefix) + 160 <= 1000
+        assert abs(s.context.index(key) / len(s.context) - depth) < 0.15
+        assert ruler.common_run(key, f"it is {key}.") == 1
+        assert ruler.common_run(key, key[:16] + "x" + key[20:60]) == 40 / 64
+
+
+def test_longbench_metrics():
+    assert longbench.f1("The cat, sat!", "a cat sat") == 1
+    assert longbench.f1("cat dog", "cat") == pytest.approx(2 / 3)
+    assert longbench.f1("dog", "cat") == 0
+    assert longbench.rouge("a b c d", "a c d") == pytest.approx(2 * 0.75 / 1.75, abs=1e-6)
+    assert longbench.rouge("", "a") == 0
+    assert longbench.classification("It is an Animal", "Animal", ["Animal", "Plant"]) == 1
+    assert longbench.classification("Animal Plant", "Animal", ["Animal", "Plant"]) == 0.5
+    assert longbench.classification("Human animal", "Human animal", ["Human", "Human animal"]) == 1
+    assert longbench.retrieval("Paragraph 3 or 4", "Paragraph 3") == 0.5
+    assert longbench.count("there are 7", "7") == 1 and longbench.count("many", "7") == 0
+    assert longbench.edit("# note\nx = 1\ny", "x = 1") == 1 and longbench.edit("", "x") == 0
+    assert longbench.score("samsum", "\nA met B.\nmore noise", ["A met B."]) == pytest.approx(1, abs=1e-6)
+    assert longbench.score("qasper", "no", ["yes", "no"]) == 1
+
+
+def longbench_folder(folder):
+    for task, (metric, *_rest) in longbench.TASKS.items():
+        record = {
+            "context": f"Passage of {task}. The answer is 7.",
+            "input": "What is it?",
+            "answers": ["7"],
+            "all_classes": None,
+        }
+        if metric == "classification":
+            record.update(answers=["Animal"], all_classes=["Animal", "Plant"])
+        if metric == "retrieval":
+            record.update(answers=["Paragraph 7"])
+        with open(os.path.join(folder, f"{task}.jsonl"), "w") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def test_longbench_loader(tmp_path):
+    longbench_folder(tmp_path)
+    rows = list(longbench.load(tmp_path))
+    assert [r[0] for r in rows] == list(longbench.TASKS)
+    assert all(before.endswith("The answer is 7.") for _, _, _, before, _ in rows)
+    os.makedirs(tmp_path / "config")
+    (tmp_path / "config" / "dataset2prompt.json").write_text(json.dumps({"qasper": "Theirs {context} ask {input} end"}))
+    ((_, _, _, before, after),) = longbench.load(tmp_path, ["qasper"])
+    assert before.startswith("Theirs Passage") and after == " ask What is it? end"
+    (tmp_path / "trec.jsonl").write_text('{"context": 1}\n')
+    with pytest.raises(ValueError, match="trec.jsonl, line 1"):
+        list(longbench.load(tmp_path, ["trec"]))
+    with pytest.raises(ValueError, match="unknown"):
+        list(longbench.load(tmp_path, ["trek"]))
+    with pytest.raises(ValueError, match="holds none"):
+        list(longbench.load(tmp_path / "config"))
+
+
+def test_turboquant():
+    x = torch.randn(1, 2, 1128, 64, generator=torch.Generator().manual_seed(0))
+    turn = methods.rotation(64, 3)
+    assert (turn @ turn.T - torch.eye(64)).abs().max() < 1e-5
+    for bits, distortion in ((1, 0.3634), (2, 0.1175), (3, 0.0345), (4, 0.0095)):
+        y = methods.turboquant(x, bits, turn)
+        assert torch.equal(y[:, :, -128:], x[:, :, -128:])
+        error = float((y - x)[:, :, :-128].square().sum() / x[:, :, :-128].square().sum())
+        assert error == pytest.approx(distortion, rel=0.05)
+
+
+def test_method_names():
+    assert split_methods("dense,default@10:pool_weight=0.5,value_boost=1,paper@20") == [
+        "dense",
+        "default@10:pool_weight=0.5,value_boost=1",
+        "paper@20",
+    ]
+    for name in ("", "best@10", "default", "default@x", "default@0.5", "turboquant9", "quantized3", "default@10:a"):
+        with pytest.raises(ValueError):
+            methods.make(name)
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory):
+    """A model of random weights with a tokenizer of bytes: nothing is right, everything runs."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=t).save_pretrained(folder)
+    model = model_of("llama", head_dim=64)
+    model.generation_config.eos_token_id = 255
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments):
+    """The command in this process: returncode, stdout, stderr."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            bench_main([str(x) for x in arguments])
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+            err.write(str(stop.code))
+    return SimpleNamespace(returncode=code, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_ruler_run_goes_on_and_reports(tiny_folder, tmp_path):
+    log, page = tmp_path / "log.jsonl", tmp_path / "page.html"
+    names = ["dense", "default@6", "paper@6", "evict@6", "turboquant2"]
+    try:
+        import kvpress  # noqa: F401
+
+        names += ["kvpress.SnapKV@6", "kvpress.AdaKV@6", "press.default@6"]
+    except ImportError:
+        pass
+    common = ("ruler", "--model", tiny_folder, "--ctx", 2200, "--samples", 1, "--tasks", "niah_single_1", "--out", log)
+    first = run(*common, "--methods", "dense,default@6")
+    assert first.returncode == 0, first.stderr
+    lines = log.read_text().splitlines()
+    assert len(lines) == 3
+    log.write_text("\n".join(lines) + '\n{"task": "cut of')  # as an interruption leaves it
+    second = run(*common, "--methods", ",".join(names), "--html", page)
+    assert second.returncode == 0, second.stderr
+    records = [json.loads(x) for x in log.read_text().splitlines()]
+    assert [json.dumps(r) for r in records[:3]] == lines  # not run again
+    assert [r["method"] for r in records[1:]] == names
+    for r in records[2:]:
+        ratio = r["dense_bytes"] / r["bytes"]
+        assert ratio >= 5.99 if "@6" in r["method"] and not r["nominal"] else ratio > 3.5 or r["nominal"], r
+        assert r["tokens"] == records[1]["tokens"]
+    assert "| dense | 1/1.00 |" in second.stdout
+    text = page.read_text()
+    assert "<svg" in text and "http" not in text.replace("http-equiv", "") and "default@6" in text
+    other = run(*common, "--seed", 5)
+    assert other.returncode != 0 and "give another --out" in other.stderr
+
+
+def test_niah_longbench_ppl(tiny_folder, tmp_path):
+    data = tmp_path / "data"
+    os.makedirs(data)
+    longbench_folder(data)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(ruler.prose_source()(random.Random(0), 60)))
+    out = []
+    for name, more in (
+        ("niah", ("--ctx", 1200, "--depths", 2, "--samples", 1)),
+        ("longbench", ("--data", data, "--tasks", "qasper,lcc")),
+        ("ppl", ("--text", text, "--ctx", 1200, "--length", 40, "--samples", 2)),
+    ):
+        out.append(tmp_path / f"{name}.jsonl")
+        chosen = "dense" if name == "longbench" else "dense,default@6"
+        done = run(name, "--model", tiny_folder, "--methods", chosen, "--out", out[-1], *more)
+        assert done.returncode == 0, done.stderr
+    ppl = [json.loads(x) for x in out[2].read_text().splitlines()[1:]]
+    exact = [r for r in ppl if r["method"] == "dense"]
+    assert all(abs(r["kld"]) < 1e-5 and r["top1"] == 1 and abs(r["nll"] - r["dense_nll"]) < 1e-5 for r in exact)
+    assert all(r["kld"] > 1e-4 for r in ppl if r["method"] == "default@6")
+    page = tmp_path / "all.html"
+    done = run("report", *out, "--html", page)
+    assert done.returncode == 0 and "passkey" not in done.stderr
+    assert "share of the key found" in page.read_text()
+    aware = run("ruler", "--model", tiny_folder, "--ctx", 2200, "--samples", 1, "--tasks", "niah_single_1", "--aware",
+                "--methods", "default@6", "--out", tmp_path / "aware.jsonl")  # fmt: skip
+    assert aware.returncode == 0 and "question known" in aware.stdout, aware.stderr
+
+
+def test_clear_errors(tiny_folder, tmp_path):
+    for i, (arguments, words) in enumerate(
+        (
+            (("ruler", "--tasks", "nothing"), "unknown tasks: nothing"),
+            (("ruler", "--methods", "best@10"), "unknown"),
+            (("ruler", "--ctx", "12q"), "no length"),
+            (("ppl", "--text", __file__, "--ctx", 100000), "are needed"),
+        )
+    ):
+        done = run(*arguments, "--model", tiny_folder, "--out", tmp_path / f"{i}.jsonl")
+        assert done.returncode != 0 and words in done.stderr, done.stderr
+
+
+def test_report_of_made_up_numbers(tmp_path):
+    log = tmp_path / "log.jsonl"
+    rows = [{"settings": {"benchmark": "ruler"}}]
+    for i, (name, size, score) in enumerate((("dense", 100, 1.0), ("a@10", 10, 0.5), ("a@10", 10, 1.0))):
+        rows.append(
+            dict(task="vt", ctx=8, protocol="aware", sample=i, method=name, score=score, bytes=size, dense_bytes=100)
+        )
+    log.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert "| a@10 | 1/10.00 | 75.0 | 17.7 | 75 | 2 |" in report.markdown([log])
+    assert runner.read(log)[1]["method"] == "dense"
