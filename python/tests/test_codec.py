@@ -53,9 +53,10 @@ class CodecTest(unittest.TestCase):
         for profile in ("paper", "default"):
             previous = (0.0, 0.0)
             for ratio in (0.3, 0.15):
-                with self.subTest(profile=profile, ratio=ratio), anchorkv.compress(
-                    **layer, keep_ratio=ratio, profile=profile
-                ) as segment:
+                with (
+                    self.subTest(profile=profile, ratio=ratio),
+                    anchorkv.compress(**layer, keep_ratio=ratio, profile=profile) as segment,
+                ):
                     info = segment.info()
                     self.assertEqual((info["kind"], info["profile"]), ("compressed", profile))
                     self.assertEqual(info["dense_bytes"], H * S * 2 * D * 2)

@@ -155,7 +155,7 @@ def page(paths):
         "<!doctype html><html lang=en><meta charset=utf-8><title>Cache compression</title>",
         f"<style>{STYLE}</style>",
     ]
-    out.append("<h1>Cache compression: what it keeps</h1><p>Bytes are of the compressed part, all that a method stores; "
+    out.append("<h1>Cache compression: what it keeps</h1><p>Bytes are of the compressed part, all that a method keeps; "
                "+- is the standard error of the mean of the tasks.</p>")  # fmt: skip
     for (benchmark, ctx, protocol), records in groups.items():
         rows = rows_of(records)

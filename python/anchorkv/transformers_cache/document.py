@@ -133,7 +133,7 @@ def save(cache, path, tokens, model, *, like=None, properties=None):
 
 
 def load(cls, path, model, *, trust=False, **options):
-    """(cache, tokens): a cache that goes on after the document, and its token ids [1, n], to put in front of a question.
+    """(cache, tokens): a cache that goes on after the document, and its token ids [1, n], to put before a question.
 
     trust    open a file of another writer (akv pack), whose model cannot be compared beyond its shape
     options  of AnchorKVCache, for what is compressed from now on

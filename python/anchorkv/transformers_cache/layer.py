@@ -44,7 +44,6 @@ class AnchorKVLayer(CacheLayerMixin):
         self.is_initialized = False
         self.why_dense = None
         self.sinks = None
-        self.cuda = None
         self._forget()
 
     def _forget(self):
@@ -58,8 +57,10 @@ class AnchorKVLayer(CacheLayerMixin):
         for x, name in ((key_states, "keys"), (value_states, "values")):
             if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise TypeError(f"the model's {name} are {x.dtype}; load it in float32, float16 or bfloat16")
-        if key_states.device.type not in ("cpu", "cuda"):
-            raise NotImplementedError(f"the model is on {key_states.device}; AnchorKVCache works on cpu and cuda")
+        if key_states.device.type != "cpu":
+            raise NotImplementedError(
+                f"the model is on {key_states.device}; AnchorKVCache works on the CPU: model.cpu()"
+            )
         if self.rope.dim > key_states.shape[-1]:
             raise ValueError(
                 f"layer {self.index}: keys have {key_states.shape[-1]} coordinates, the model this cache was made for "
@@ -169,7 +170,6 @@ class AnchorKVLayer(CacheLayerMixin):
         self.positions, self.valid = [pick(p) for p in self.positions], [pick(p) for p in self.valid]
         if self._k is not None:
             self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
-        self.cuda = None
 
     def reorder_cache(self, beam_idx):
         self._pick(beam_idx)
@@ -287,10 +287,6 @@ class AnchorKVLayer(CacheLayerMixin):
         order = self.settings.order
         if order is not None:
             query, k = query[..., order], k[..., order]
-        if self.device.type == "cuda":
-            from .cuda import attend_cuda
-
-            return attend_cuda(self, query, k, v, mask)
         out = torch.empty((B, t, heads, v.shape[3]), dtype=torch.float32)
         for b in range(B):
             attend(
@@ -338,7 +334,7 @@ class AnchorKVLayer(CacheLayerMixin):
     def _empty_tail(self, segment):
         """No tokens, but the right shape, so that masks and views need no special case."""
         self._k = self._v = self.keys = self.values = None  # what it held is free from here on
-        self.n, self.why_dense, self.cuda = 0, None, None
+        self.n, self.why_dense = 0, None
         self._forget()
         shape = (len(self.rows), segment.num_kv_heads, 0)
         self._k = torch.empty((*shape, segment.head_dim_k), dtype=self.dtype, device=self.device)
@@ -373,7 +369,7 @@ class AnchorKVLayer(CacheLayerMixin):
             if left:
                 kept[-1] = kept[-1].cut(kept[-1].num_tokens - left)
             cut.append(kept)
-        self.rows, self.cuda = cut, None
+        self.rows = cut
         self.offset -= count
 
     def _compress_row(self, b, at, positions, index, sampled, method=None):
@@ -406,8 +402,6 @@ class AnchorKVLayer(CacheLayerMixin):
         if order is not None:
             k, q, m = k[..., order], q[..., order], None if m is None else m[..., order]
             style = "interleaved"
-        if self.device.type != "cpu":
-            k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
         positions = positions.int()
         consecutive = bool((positions[1:] - positions[:-1] == 1).all())
         if not consecutive and bool((positions[1:] <= positions[:-1]).any()):
