@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* internal.h - what the host files (C) and the kernels (CUDA) of the GPU back end share. Everything here is plain data. */
+/*
+ * internal.h - what the host files (C) and the kernels (CUDA) of the GPU back end share. Everything here is plain data.
+ */
 #ifndef AKV_CUDA_INTERNAL_H
 #define AKV_CUDA_INTERNAL_H
 
@@ -45,29 +47,60 @@ typedef struct akv_item {
     uint32_t part;       /* its slot among the partial states */
 } akv_item;
 
-/* A run of spans of one packed segment: one thread block's work for one KV head and one chunk of query rows. */
+/* A run of spans of one head of a packed segment; a thread block works off a list of these. */
 typedef struct akv_span_item {
     const uint8_t *packed;
+    uint32_t head;
     uint32_t first_span, num_spans;
-    uint32_t sequence;
     uint32_t part; /* its slot among the span states */
+    uint32_t pool;
+    uint32_t unused;
 } akv_span_item;
 
-/* All items of one packed segment: their states are pooled into partial states, one a chunk of anchors and one for residuals. */
+/*
+ * All items of one packed segment: their states are pooled into partial states, one a chunk of anchors and one for
+ * residuals.
+ */
 typedef struct akv_pool {
     const uint8_t *packed;
-    uint32_t first_part, num_parts;
+    uint32_t sequence;
     uint32_t first_slot;
-    uint32_t unused;
 } akv_pool;
 
 /* States that span items leave: values are still in anchors and coordinates. */
 typedef struct akv_span_states {
-    float *max;  /* [parts, H, rows] */
+    float *max;  /* [parts, rows] */
     float *sum;
-    float *sums; /* [parts, H, rows, dim]: residuals in the transform's coordinates */
-    float *hist; /* [parts, H, rows, most anchors]: weight x coefficient of each anchor */
+    float *sums; /* [parts, rows, dim]: residuals in the transform's coordinates */
+    float *hist; /* [parts, rows, most anchors]: weight x coefficient of each anchor */
 } akv_span_states;
+
+/*
+ * Queries of one (pool, KV head, chunk of rows) as queries.cu leaves them for the span kernel: byte offsets. Prepared
+ * once a step, since in every block they cost a quarter of the time (18 of 74 us at 64K tokens).
+ */
+typedef struct akv_query_layout {
+    uint32_t rows;   /* f32 [rows, dim]: in slot order, times the anchors' units, sized for fp16 */
+    uint32_t norms;  /* f32 [rows]: logit of those queries to logit */
+    /* float4 [levels, rows]: factor of the bits' sums, what tokens r and r + 8 add, factor of the 4-bit codes' sums */
+    uint32_t levels;
+    uint32_t tiles;  /* uint2 [key tiles, rows / 4, 32 lanes]: operands, 16-bit whole numbers in two bytes */
+    uint32_t total;
+} akv_query_layout;
+
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+static inline akv_query_layout akv_lay_out_queries(uint32_t dim, uint32_t rows, uint32_t levels, uint32_t tiles)
+{
+    akv_query_layout l;
+    l.rows = 0;
+    l.norms = rows * dim * 4;
+    l.levels = l.norms + 32;
+    l.tiles = l.levels + levels * rows * 16;
+    l.total = l.tiles + tiles * (rows / 4) * 256;
+    return l;
+}
 
 /* A tail as kernels see it. */
 typedef struct akv_tail {
@@ -85,7 +118,9 @@ typedef struct akv_partials {
     float *acc; /* [slots, H, rows, d_v], weights relative to max */
 } akv_partials;
 
-/* Kernel argument: the call as the device sees it. rows = G * T; row r is query head r / T of the group, query r % T. */
+/*
+ * Kernel argument: the call as the device sees it. rows = G * T; row r is query head r / T of the group, query r % T.
+ */
 typedef struct akv_cuda_call {
     uint32_t H, G, T, rows, dim_k, dim_v, num_sequences, num_items;
     int query_dtype, out_dtype, tail_dtype;
@@ -95,13 +130,18 @@ typedef struct akv_cuda_call {
     const uint32_t *first_slot; /* [num_sequences + 1] */
     const int32_t *tail_lengths;
     akv_partials partials;
-    uint32_t num_span_items, num_pools, most_anchors, most_parts, pool_chunks;
+    uint32_t num_span_blocks, num_span_items, num_pools, most_anchors, most_parts, pool_chunks;
     uint32_t row_chunk;  /* query rows of a span item: 4 or 8 */
     uint32_t fast_steps; /* of all packed segments of the batch */
-    uint32_t span_shared_bytes;
-    uint32_t early_launch; /* the device knows programmatic dependent launch */
+    uint32_t span_shared_bytes, prepare_shared_bytes;
+    uint32_t early_launch;   /* the device knows programmatic dependent launch */
+    uint32_t prepared_bytes; /* of one (pool, head, chunk of rows) */
+    const uint32_t *first_item; /* [num_span_blocks + 1] */
     const akv_span_item *span_items;
     const akv_pool *pools;
+    /* [num_pools, H] and their number behind the last: parts of a pool's head follow each other */
+    const uint32_t *first_part;
+    uint8_t *prepared;          /* [num_pools, H, chunks of rows, prepared_bytes] */
     akv_span_states states;
     akv_code_values values;
     akv_cuda_step step;
@@ -109,13 +149,19 @@ typedef struct akv_cuda_call {
 
 /* Launchers; defined beside their kernels. Each returns CUDA's error of the launch. */
 cudaError_t akv_cuda_prepare_parts(void);
-/* Span items: kernels exist for some (head_dim, row chunk, fast steps) only; prepare gives the shared memory a block takes. */
+/*
+ * Span items: kernels exist for some (head_dim, row chunk, fast steps) only; prepare gives the shared memory a block
+ * takes.
+ */
 typedef struct akv_span_shape {
-    uint32_t dim, row_chunk, fast_steps, num_anchors, span_tokens, most_tiles, num_levels;
+    uint32_t dim, row_chunk, fast_steps, num_anchors, span_tokens, key_tiles, value_tiles, num_levels;
 } akv_span_shape;
 int akv_cuda_span_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
 size_t akv_cuda_span_shared(const akv_span_shape *shape);
+size_t akv_cuda_queries_shared(const akv_span_shape *shape);
 cudaError_t akv_cuda_prepare_spans(const akv_span_shape *shape, size_t shared_bytes);
+cudaError_t akv_cuda_prepare_queries(uint32_t row_chunk, size_t shared_bytes);
+cudaError_t akv_cuda_launch_queries(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows);
 cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);

@@ -1,18 +1,30 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * packed.h - the private form of a LADDER segment on the device. Made at upload (pack.c, the only reader of canonical bytes on
- * this path), never written to disk, free to change.
+ * packed.h - the private form of a LADDER segment on the device. Made at upload (pack.c, the only reader of canonical
+ * bytes on this path), never written to disk, free to change.
  *
- * Key dims stand in "slots": planes of the rotary embedding sorted by falling speed, eight to a step of 16 slots
- * (x of eight planes, y of the same eight); what does not turn counts as a plane of speed 0. A step whose planes turn by less
- * than SLOW_TURN over half a window of 64 tokens is slow: there the turn inside a window is taken to first order. The first half
- * of the steps counts as fast, or all of them: kernels are compiled for these two.
+ * Key dims stand in "slots": planes of the rotary embedding sorted by falling speed, eight to a step of 16 slots (x of
+ * eight planes, y of the same eight); what does not turn counts as a plane of speed 0. A step whose planes turn by less
+ * than SLOW_TURN over half a window of 64 tokens is slow: there the turn inside a window is taken to first order. The
+ * first half of the steps counts as fast, or all of them: kernels are compiled for these two.
  *
- * Tokens are cut into spans. A span of one head has, side by side: anchor indices, coefficients, and per side the residuals
- * in groups of 16 of one level, levels ascending. A group is 16 entries and then tiles of 16 coordinates, each tile of one
- * width: 4-bit tiles (the last may be a half one, 8 coordinates), 2-bit ones (1-bit coordinates may fill the last), 1-bit
- * ones. A tile holds 8 codes for each of 32 lanes: what lane 4r + c feeds into the tensor core. Keys: tokens r and r + 8, coordinates
- * 4c .. 4c + 3. Values: coordinates r and r + 8, tokens 2c, 2c + 1, 2c + 8, 2c + 9.
+ * Tokens are cut into spans. A span of one head has one word a token (which anchors, which coefficients) and per side
+ * the residuals in groups of 16 of one level, levels ascending: 16 entries, and codes in the order in which lanes feed
+ * the tensor core.
+ *
+ * Keys: every code is a sum of bits, so a group is a matrix of bits, "planes" x 16 tokens, and a query's weight of a
+ * plane is what the bit adds. 1 bit: -1 + 2b. 2 bits: -10, -3, 3, 10 = -10 + 13b + 7c. 4 bits: the step's eight bits in
+ * two's complement, or, where there are enough of them, tiles of their own. Planes come in units of 16, one byte for
+ * each of 32 lanes; two units make a tile of the tensor core. Lane 4r + c holds the planes 4c .. 4c + 3 of tokens r and
+ * r + 8, in the nibbles of 16 bits: bit 0 token r, bit 1 token r + 8, bits 2 and 3 the same of the second unit. A byte
+ * permutation then makes bytes of them without a mask (spans.cuh).
+ *
+ * Values: 1- and 2-bit codes as bits too, 16 planes x 16 tokens a tile, planes r and r + 8 of a tile in one lane; both
+ * bits of a 2-bit code are such a pair, the upper one first. Lane 4r + c of a tile: tokens 2c, 2c + 1 are bits of a
+ * lower and an upper half, so that one "and" makes two fp16 numbers of them: bit 0 plane r, bit 1 plane r + 8, bits 2
+ * and 3 the same for tokens 2c + 8, 2c + 9; the next tile in bits 4 to 7. Two tiles are 16 bits a lane (the lower
+ * halves' byte first), four a word. 4-bit codes are in tiles of 16 coordinates of their own: coordinates r and r + 8,
+ * tokens 2c, 2c + 1, 2c + 8, 2c + 9, a word a lane.
  */
 #ifndef AKV_CUDA_PACKED_H
 #define AKV_CUDA_PACKED_H
@@ -21,19 +33,53 @@
 
 #define AKV_PACK_WINDOW 64u     /* tokens for which slow steps share one turned query */
 #define AKV_PACK_SLOW_TURN 0.06 /* rad over half a window: what first order leaves is below its square / 2 */
-#define AKV_PACK_MAX_SPAN 2048u /* an entry names its token by 11 bits */
+#define AKV_PACK_MAX_SPAN 2048u /* an entry names its token, or the place behind the last one, by 12 bits */
 #define AKV_PACK_MAX_LEVELS 15u
-#define AKV_PACK_MAX_TILES 20u  /* of one level: 256 / 16, one partly filled for each width */
-#define AKV_PACK_WARPS 8u       /* of a thread block; residual groups are shared out by their work */
-#define AKV_PACK_MAX_ANCHORS 8192u
+#define AKV_PACK_WARPS 16u      /* shares of a span's residual groups on either side, equal by work */
+#define AKV_PACK_MAX_ANCHORS 4096u
 
-/* Entry of a residual: token in the span, gain code, and whether there is one (groups are filled up). */
-#define AKV_ENTRY(token, gain) ((uint16_t)((token) | (gain) << 11 | 0x8000u))
+/* Entry of a residual: token in the span and gain code. Groups are filled up with the token behind the span's last. */
+#define AKV_ENTRY(token, gain) ((uint16_t)((token) << 4 | (gain)))
 
-typedef struct akv_level_tiles {
-    uint8_t four, half, two, one; /* tiles by width, in this order */
-    uint32_t group_bytes;         /* of codes */
-} akv_level_tiles;
+/* Word of a token: anchors of the key and of the value, their coefficients. */
+#define AKV_TOKEN_WORD(key, value, key_coeff, value_coeff)                                                             \
+    ((key) | (value) << 12 | (key_coeff) << 24 | (value_coeff) << 28)
+
+/*
+ * A level of the values. Its codes: tiles of bits, four a word of a lane, two left over as 16 bits; then 4-bit tiles.
+ */
+typedef struct akv_value_level {
+    uint16_t tiles, four;
+    uint16_t first_tile; /* of the head's list of planes: tiles of bits first */
+    uint16_t unused;
+    uint32_t group_bytes;
+} akv_value_level;
+
+/* What a row of a value tile adds to a coordinate of the transform. */
+typedef struct akv_value_plane {
+    float weight; /* for each unit of the tensor core's sum of the row; 0 where filled up */
+    float offset; /* for each unit of the sum of all weights: the code whose bits are 0 */
+    uint32_t coord;
+    uint32_t unused;
+} akv_value_plane;
+
+/*
+ * A level of the keys. Its codes: units by fours (a word a lane), by two, by one; then 4-bit tiles of 32 coordinates,
+ * two words a lane.
+ */
+typedef struct akv_key_level {
+    uint16_t units, four;
+    uint16_t first_tile; /* of the head's operands; (units + 1) / 2 + four of this level */
+    uint16_t unused;
+    uint32_t group_bytes;
+    uint32_t first_plane; /* of the head's list of planes: 32 a tile, units first */
+} akv_key_level;
+
+typedef struct akv_key_plane {
+    /* what the bit, or the step of a 4-bit code, adds for each unit of the coordinate; 0 where filled up */
+    float weight;
+    uint32_t coord;
+} akv_key_plane;
 
 /* Offsets are from the start of the packed bytes, multiples of 256. side 0 = keys, 1 = values. */
 typedef struct akv_packed {
@@ -41,37 +87,43 @@ typedef struct akv_packed {
     uint64_t num_tokens;
     uint32_t num_kv_heads, num_anchors, dim[2], coords[2], basis_dim[2], basis_cols[2];
     uint32_t span_tokens, num_spans, num_levels, steps, fast_steps;
-    uint32_t most_tiles; /* tiles of all levels of a head and side together, the most of any */
-    uint32_t steps4[2], steps2, steps1; /* level steps as bytes: magnitudes of 4-bit codes, 2- and 1-bit ones ascending */
-    uint32_t halves2, halves1;          /* 2- and 1-bit steps as upper bytes of fp16 */
+    uint32_t value_tiles, key_tiles; /* of all levels of a head together, the most of any */
+    uint32_t steps4[2];              /* magnitudes of 4-bit codes as bytes */
     int32_t first_position;
     float magnitude;
     uint64_t anchors[2];       /* u8 (byte + 128) [H, k, dim]; keys: in lane order of the steps; values: own order */
     uint64_t anchor_scales[2]; /* f32 [H, k] */
-    uint64_t units[2];         /* f32 [H, dim]; keys in slot order, times the rotary embedding's magnitude where they turn */
-    uint64_t mean;             /* f32 [H, dim_k] in slot order, over the unit */
+    /* f32 [H, dim]; keys in slot order, times the rotary embedding's magnitude where they turn */
+    uint64_t units[2];
     uint64_t slots;            /* u16 [dim_k]: key dim in each slot */
     uint64_t inv_freq;         /* f64 [dim_k / 2] by plane in slot order */
     uint64_t row_turns;        /* half2 cos, sin [fast_steps, 16 rows, 4, 2]: turns by 0..15 tokens, two planes each */
-    uint64_t fast_turns;       /* half2 cos, sin [fast_steps, span / 16, 4, 2]: turns by 16 w tokens */
-    uint64_t slow_turns;       /* half2 cos, sin [steps - fast_steps, span / 64, 4, 2]: turns by 64 w + 32 tokens */
+    uint64_t fast_turns;       /* half2 cos, sin [span / 32, 4, fast_steps, 2]: turns by 32 w tokens */
+    /* half2 cos, sin [span / 64, 4, steps - fast_steps, 2]: turns to the middle of a window */
+    uint64_t slow_turns;
+    /* half2 [H, fast_steps, 32 lanes, 4]: mean key over the unit, turned by 0..15 tokens, as operand */
+    uint64_t mean_rows;
+    uint64_t mean_slow;        /* half2 x, y [H, steps - fast_steps, 4]: the same for slow steps, not turned */
+    uint64_t span_turns;       /* f32 cos, sin [num_spans, 2, dim_k / 2]: turns to token 0 and to token 16 of a span */
     uint64_t coords_order;     /* u16 [dim_k] COORDS */
     uint64_t basis[2];         /* i8 [H, cols, basis_dim] */
     uint64_t basis_scales[2];  /* f32 [H, cols] */
-    uint64_t levels[2];        /* akv_level_tiles [H, L] */
-    uint64_t tile_coords[2];   /* u16 [H, L, MAX_TILES, 16]: coordinate, 0xffff = filled up */
-    uint64_t tile_scales[2];   /* f32 [H, L, MAX_TILES, 16]: sigma x unit of the stored steps; 0 where filled up */
+    uint64_t key_levels;       /* akv_key_level [H, L] */
+    uint64_t key_planes;       /* akv_key_plane [H, key_tiles, 32] */
+    /* f32 [H, L, coords]: what a coordinate adds for each of its units when all its bits are 0 */
+    uint64_t key_offsets;
+    uint64_t value_levels;     /* akv_value_level [H, L] */
+    uint64_t value_planes;     /* akv_value_plane [H, value_tiles, 16] */
     uint64_t spans;            /* akv_packed_span [H, num_spans] */
 } akv_packed;
 
 typedef struct akv_packed_span {
-    uint64_t index[2];                       /* u16 [span] */
-    uint64_t coeff;                          /* u8 [span]: keys low nibble, values high */
-    uint64_t entries[2];                     /* u16 [groups, 16] */
+    uint64_t words;                              /* u32 [span] AKV_TOKEN_WORD; 0 beyond the last token */
+    uint64_t entries[2];                         /* u16 [groups, 16] */
     uint64_t codes[2];
     uint64_t end;
     uint16_t groups[2][AKV_PACK_MAX_LEVELS + 1]; /* first group of each level, and their number behind the last */
-    uint16_t warp[2][AKV_PACK_WARPS + 1];        /* first group of each warp */
+    uint16_t warp[2][AKV_PACK_WARPS + 4];        /* first group of each share; filled up to a multiple of 16 bytes */
     uint32_t warp_codes[2][AKV_PACK_WARPS];      /* where its codes begin, in bytes from codes */
 } akv_packed_span;
 

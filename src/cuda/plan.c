@@ -13,15 +13,15 @@ struct akv_cuda_plan {
 
 /* Where things lie in the workspace. */
 typedef struct places {
-    size_t items, span_items, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, total;
+    size_t items, span_items, first_item, first_part, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, prepared, total;
     uint64_t num_items, num_slots, num_span_items, num_pools;
-    uint32_t most_anchors, most_parts, pool_chunks, row_chunk, fast_steps;
-    size_t span_shared;
+    uint32_t num_span_blocks, most_anchors, most_parts, pool_chunks, row_chunk, fast_steps, prepared_bytes;
+    size_t span_shared, queries_shared;
 } places;
 
-/* Blocks that fill a GPU: two on each of an H200's 132 processors. Fixed, so that items depend on shapes only. */
-#define TARGET_BLOCKS 264u
-#define MOST_PARTS 1024u /* of one segment */
+/* Blocks that fill a GPU: one on each of an H200's 132 processors; pools are smaller. Fixed, so that items depend on shapes only. */
+#define SPAN_BLOCKS 132u
+#define POOL_BLOCKS 264u
 
 static bool is_packed(const akv_cuda_segment *segment)
 {
@@ -106,59 +106,95 @@ static akv_status check_batch(const akv_cuda_batch *b, akv_diag *diag)
     return AKV_OK;
 }
 
-/* Spans that one item takes, so that all items together are about TARGET_BLOCKS blocks. */
-static uint32_t spans_per_item(const akv_cuda_batch *b, uint32_t row_chunk)
-{
-    uint64_t spans = 0;
-    uint32_t most = 0;
-    for (uint32_t q = 0; q < b->num_sequences; q++)
-        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
-            if (is_packed(b->sequences[q].segments[s])) {
-                const uint32_t n = b->sequences[q].segments[s]->packed.num_spans;
-                spans += n;
-                most = n > most ? n : most;
-            }
-    const uint64_t blocks = spans * b->num_kv_heads * akv_div_up((uint64_t)b->gqa_group * b->num_queries, row_chunk);
-    const uint64_t n = akv_div_up(blocks, TARGET_BLOCKS), least = akv_div_up(most, MOST_PARTS);
-    return (uint32_t)(n < 1 ? 1 : n > least ? n : least);
-}
-
 /* The lists of a batch in order; where a pointer is NULL they are only counted. */
 typedef struct lists {
     akv_item *items;
     akv_span_item *span_items;
+    uint32_t *first_item;
+    uint32_t *first_part;
     akv_pool *pools;
     uint32_t *first_slot;
 } lists;
 
-static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t spans, const lists *l, uint64_t slots, places *at)
+/*
+ * The spans of all packed segments and heads, one after the other, cut into equal shares: one for each block. A share ends where
+ * its part of all tokens ends, to half a span; a head that two blocks share becomes two items.
+ */
+typedef struct shares {
+    uint64_t tokens, done; /* of all spans; of those dealt out */
+    uint32_t blocks, block;
+} shares;
+
+static void count_shares(const akv_cuda_batch *b, uint32_t row_chunk, shares *out)
+{
+    uint64_t spans = 0;
+    memset(out, 0, sizeof *out);
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
+            if (is_packed(b->sequences[q].segments[s])) {
+                const akv_packed *p = &b->sequences[q].segments[s]->packed;
+                spans += (uint64_t)p->num_spans * b->num_kv_heads;
+                out->tokens += (uint64_t)p->num_spans * p->span_tokens * b->num_kv_heads;
+            }
+    const uint64_t chunks = row_chunk == 0 ? 1 : akv_div_up((uint64_t)b->gqa_group * b->num_queries, row_chunk);
+    const uint64_t blocks = akv_div_up(SPAN_BLOCKS, chunks);
+    out->blocks = (uint32_t)(spans < blocks ? spans : blocks);
+}
+
+static void next_block(shares *at, const lists *l, uint64_t item)
+{
+    if (l->first_item != NULL)
+        l->first_item[at->block] = (uint32_t)item;
+    at->block++;
+}
+
+static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l, shares *share, places *at)
 {
     const akv_packed *p = &segment->packed;
-    const uint32_t parts = (p->num_spans + spans - 1) / spans;
     if (l->pools != NULL) {
-        const akv_pool pool = {segment->device, (uint32_t)at->num_span_items, parts, (uint32_t)slots, 0};
+        const akv_pool pool = {segment->device, sequence, (uint32_t)slots};
         l->pools[at->num_pools] = pool;
     }
-    for (uint32_t i = 0; i < parts; i++, at->num_span_items++)
-        if (l->span_items != NULL) {
-            const uint32_t rest = p->num_spans - i * spans;
-            const akv_span_item item = {segment->device, i * spans, rest < spans ? rest : spans, sequence, (uint32_t)at->num_span_items};
-            l->span_items[at->num_span_items] = item;
+    for (uint32_t head = 0; head < heads; head++) {
+        const uint64_t first_part = at->num_span_items;
+        if (l->first_part != NULL)
+            l->first_part[at->num_pools * heads + head] = (uint32_t)first_part;
+        for (uint32_t span = 0; span < p->num_spans;) {
+            /* spans until the block's share is full */
+            uint32_t n = 0;
+            while (span + n < p->num_spans && (share->block == share->blocks || n == 0 ||
+                                               (2 * share->done + p->span_tokens) * share->blocks <= 2 * share->tokens * share->block)) {
+                share->done += p->span_tokens;
+                n++;
+            }
+            if (l->span_items != NULL) {
+                const akv_span_item item = {segment->device, head, span, n, (uint32_t)at->num_span_items, (uint32_t)at->num_pools, 0};
+                l->span_items[at->num_span_items] = item;
+            }
+            at->num_span_items++;
+            span += n;
+            if (share->block < share->blocks && (2 * share->done + p->span_tokens) * share->blocks > 2 * share->tokens * share->block)
+                next_block(share, l, at->num_span_items);
         }
+        const uint32_t parts = (uint32_t)(at->num_span_items - first_part);
+        at->most_parts = parts > at->most_parts ? parts : at->most_parts;
+    }
     at->num_pools++;
-    at->most_parts = parts > at->most_parts ? parts : at->most_parts;
 }
 
 static void cut(const akv_cuda_batch *b, const lists *l, places *at)
 {
-    const uint32_t spans = at->row_chunk > 0 ? spans_per_item(b, at->row_chunk) : 1;
     uint64_t n = 0, slots = 0, pools = 0;
+    shares share;
+    count_shares(b, at->row_chunk, &share);
+    at->num_span_blocks = share.blocks;
     at->num_span_items = at->num_pools = 0;
+    next_block(&share, l, 0);
     for (uint32_t q = 0; q < b->num_sequences; q++)
         for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
             pools += is_packed(b->sequences[q].segments[s]);
     /* few pools: cut finely, to fill the GPU; many: coarsely, since every block pays the same latency */
-    const uint64_t chunks = pools == 0 ? 1 : TARGET_BLOCKS / (pools * b->num_kv_heads), least = akv_div_up(at->most_anchors, 1024);
+    const uint64_t chunks = pools == 0 ? 1 : POOL_BLOCKS / (pools * b->num_kv_heads), least = akv_div_up(at->most_anchors, 1024);
     at->pool_chunks = chunks > AKV_CUDA_POOL_CHUNKS ? AKV_CUDA_POOL_CHUNKS : chunks > least ? (uint32_t)chunks : least > 1 ? (uint32_t)least : 1;
     for (uint32_t q = 0; q < b->num_sequences; q++) {
         const akv_cuda_sequence *seq = &b->sequences[q];
@@ -167,7 +203,7 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
         for (uint32_t s = 0; s <= seq->num_segments; s++) {
             const akv_cuda_segment *segment = s < seq->num_segments ? seq->segments[s] : NULL;
             if (is_packed(segment)) {
-                cut_spans(segment, q, spans, l, slots, at);
+                cut_spans(segment, q, b->num_kv_heads, slots, l, &share, at);
                 slots += at->pool_chunks;
                 continue;
             }
@@ -183,6 +219,10 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
     }
     if (l->first_slot != NULL)
         l->first_slot[b->num_sequences] = (uint32_t)slots;
+    for (; share.block <= share.blocks;)
+        next_block(&share, l, at->num_span_items);
+    if (l->first_part != NULL)
+        l->first_part[at->num_pools * b->num_kv_heads] = (uint32_t)at->num_span_items;
     at->num_items = n;
     at->num_slots = slots;
 }
@@ -190,7 +230,7 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
 /* Row chunk and shared memory of the span kernel for this batch; refused when nothing fits. */
 static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *diag)
 {
-    akv_span_shape shape = {b->head_dim_k, 0, 0, 0, 0, 0, 0};
+    akv_span_shape shape = {b->head_dim_k, 0, 0, 0, 0, 0, 0, 0};
     for (uint32_t q = 0; q < b->num_sequences; q++)
         for (uint32_t s = 0; s < b->sequences[q].num_segments; s++) {
             const akv_cuda_segment *segment = b->sequences[q].segments[s];
@@ -202,7 +242,8 @@ static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *d
             shape.fast_steps = p->fast_steps;
             shape.num_anchors = p->num_anchors > shape.num_anchors ? p->num_anchors : shape.num_anchors;
             shape.span_tokens = p->span_tokens > shape.span_tokens ? p->span_tokens : shape.span_tokens;
-            shape.most_tiles = p->most_tiles > shape.most_tiles ? p->most_tiles : shape.most_tiles;
+            shape.key_tiles = p->key_tiles > shape.key_tiles ? p->key_tiles : shape.key_tiles;
+            shape.value_tiles = p->value_tiles > shape.value_tiles ? p->value_tiles : shape.value_tiles;
             shape.num_levels = p->num_levels > shape.num_levels ? p->num_levels : shape.num_levels;
         }
     at->fast_steps = shape.fast_steps;
@@ -219,6 +260,9 @@ static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *d
             continue;
         at->row_chunk = shape.row_chunk;
         at->span_shared = akv_cuda_span_shared(&shape);
+        at->queries_shared = akv_cuda_queries_shared(&shape);
+        at->prepared_bytes = akv_lay_out_queries(shape.dim, shape.row_chunk, shape.num_levels, shape.key_tiles).total;
+        at->prepared_bytes = (uint32_t)akv_round_up(at->prepared_bytes, AKV_CUDA_ALIGN);
         if (at->span_shared <= (size_t)most)
             return AKV_OK;
     }
@@ -235,17 +279,19 @@ static size_t take(size_t *used, uint64_t count, size_t size)
 
 static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
 {
-    const lists none = {NULL, NULL, NULL, NULL};
+    const lists none = {NULL, NULL, NULL, NULL, NULL, NULL};
     memset(at, 0, sizeof *at);
     AKV_TRY(choose_kernel(b, at, diag));
     cut(b, &none, at);
     const uint64_t each = (uint64_t)b->num_kv_heads * b->gqa_group * b->num_queries;
-    const uint64_t states = at->num_slots * each, span_states = at->num_span_items * each;
+    const uint64_t rows = (uint64_t)b->gqa_group * b->num_queries, states = at->num_slots * each, span_states = at->num_span_items * rows;
     if (at->num_items > INT32_MAX || at->num_span_items > INT32_MAX || at->num_pools > 65535 || states > (UINT64_C(1) << 40))
         return akv_fail(diag, AKV_E_UNSUPPORTED, "the batch makes %llu items of %llu segments; that is too many for one launch",
                         (unsigned long long)(at->num_items + at->num_span_items), (unsigned long long)at->num_pools);
     at->items = take(&at->total, at->num_items, sizeof(akv_item));
     at->span_items = take(&at->total, at->num_span_items, sizeof(akv_span_item));
+    at->first_item = take(&at->total, at->num_span_blocks + 2, sizeof(uint32_t)); /* first_item[0], then one a block */
+    at->first_part = take(&at->total, at->num_pools * b->num_kv_heads + 1, sizeof(uint32_t));
     at->pools = take(&at->total, at->num_pools, sizeof(akv_pool));
     at->tails = take(&at->total, b->num_sequences, sizeof(akv_tail));
     at->first_slot = take(&at->total, b->num_sequences + 1, sizeof(uint32_t));
@@ -256,6 +302,7 @@ static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
     at->span_sum = take(&at->total, span_states, sizeof(float));
     at->span_sums = take(&at->total, span_states * b->head_dim_v, sizeof(float));
     at->span_hist = take(&at->total, span_states * at->most_anchors, sizeof(float));
+    at->prepared = take(&at->total, at->row_chunk == 0 ? 0 : at->num_pools * b->num_kv_heads * akv_div_up(rows, at->row_chunk), at->prepared_bytes);
     return AKV_OK;
 }
 
@@ -280,8 +327,10 @@ static akv_status check_device(const akv_cuda_batch *b, const places *at, int *o
         return akv_fail(diag, AKV_E_UNSUPPORTED, "device %d has compute capability %d.%d; 8.0 or newer is needed", *ordinal, major, minor);
     cudaError_t error = akv_cuda_prepare_parts();
     if (error == cudaSuccess && at->num_span_items > 0) {
-        const akv_span_shape shape = {b->head_dim_k, at->row_chunk, at->fast_steps, 0, 0, 0, 0};
+        const akv_span_shape shape = {b->head_dim_k, at->row_chunk, at->fast_steps, 0, 0, 0, 0, 0};
         error = akv_cuda_prepare_spans(&shape, at->span_shared);
+        if (error == cudaSuccess)
+            error = akv_cuda_prepare_queries(at->row_chunk, at->queries_shared);
         if (error == cudaSuccess)
             error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v, at->pool_chunks, b->gqa_group * b->num_queries);
     }
@@ -324,6 +373,7 @@ static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, 
     if (host == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a list of %zu bytes", bytes);
     const lists l = {(akv_item *)(void *)(host + at->items), (akv_span_item *)(void *)(host + at->span_items),
+                     (uint32_t *)(void *)(host + at->first_item), (uint32_t *)(void *)(host + at->first_part),
                      (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot)};
     cut(b, &l, at);
     akv_tail *tails = (akv_tail *)(void *)(host + at->tails);
@@ -391,6 +441,7 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     c->partials.max = (float *)(void *)(ws + at.max);
     c->partials.sum = (float *)(void *)(ws + at.sum);
     c->partials.acc = (float *)(void *)(ws + at.acc);
+    c->num_span_blocks = at.num_span_blocks;
     c->num_span_items = (uint32_t)at.num_span_items;
     c->num_pools = (uint32_t)at.num_pools;
     c->most_anchors = at.most_anchors;
@@ -400,6 +451,11 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     c->early_launch = major >= 9;
     c->fast_steps = at.fast_steps;
     c->span_shared_bytes = (uint32_t)at.span_shared;
+    c->prepare_shared_bytes = (uint32_t)at.queries_shared;
+    c->prepared_bytes = at.prepared_bytes;
+    c->first_item = (const uint32_t *)(const void *)(ws + at.first_item);
+    c->first_part = (const uint32_t *)(const void *)(ws + at.first_part);
+    c->prepared = ws + at.prepared;
     c->span_items = (const akv_span_item *)(const void *)(ws + at.span_items);
     c->pools = (const akv_pool *)(const void *)(ws + at.pools);
     c->states.max = (float *)(void *)(ws + at.span_max);
@@ -431,6 +487,7 @@ akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step,
     AKV_CUDA_TRY(cudaPeekAtLastError(), "an earlier call on this device failed");
     akv_cuda_call call = plan->call;
     call.step = *step;
+    AKV_CUDA_TRY(akv_cuda_launch_queries(&call, stream), "launching the preparation of queries");
     AKV_CUDA_TRY(akv_cuda_launch_spans(&call, stream), "launching the attention of packed segments");
     AKV_CUDA_TRY(akv_cuda_launch_parts(&call, stream), "launching the attention of items");
     AKV_CUDA_TRY(akv_cuda_launch_pools(&call, stream), "launching the pooling of packed segments");

@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(THREADS, GROUP *SLICES <= 16 ? 2 : 1) akv_pool
     __builtin_assume(__isGlobal(pool.packed));
     const akv_packed *p = (const akv_packed *)pool.packed;
     const uint32_t head = blockIdx.y, chunk = blockIdx.x, D = p->dim[1], k = p->num_anchors, coords = p->coords[1];
+    const uint32_t first_part = c.first_part[blockIdx.z * c.H + head], num_parts = c.first_part[blockIdx.z * c.H + head + 1] - first_part;
     const uint32_t share = (k + gridDim.x - 1) / gridDim.x, a0 = chunk * share;
     const uint32_t n = a0 >= k ? 0 : k - a0 < share ? k - a0 : share;
     const uint32_t coord_share = (coords + gridDim.x - 1) / gridDim.x, z0 = chunk * coord_share;
@@ -29,7 +30,7 @@ __global__ void __launch_bounds__(THREADS, GROUP *SLICES <= 16 ? 2 : 1) akv_pool
     const uint8_t *anchors = pool.packed + p->anchors[1] + ((size_t)head * k + a0) * D;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     __shared__ float max[GROUP], sum[GROUP];
-    float *weights = room, *merged = room + pool.num_parts * GROUP; /* [parts, GROUP], [n + m, GROUP] */
+    float *weights = room, *merged = room + num_parts * GROUP; /* [parts, GROUP], [n + m, GROUP] */
     float *sums = merged + (size_t)(n + m) * GROUP;                 /* [WARPS / 2, GROUP, D] */
 
     akv_let_next_start();
@@ -41,12 +42,12 @@ __global__ void __launch_bounds__(THREADS, GROUP *SLICES <= 16 ? 2 : 1) akv_pool
         __syncthreads();
         for (int r = warp; r < rows; r += WARPS) {
             float top = -INFINITY, total = 0.0f;
-            for (uint32_t part = lane; part < pool.num_parts; part += 32)
-                top = fmaxf(top, c.states.max[akv_slot(c, pool.first_part + part, head, row0 + r)]);
+            for (uint32_t part = lane; part < num_parts; part += 32)
+                top = fmaxf(top, c.states.max[((size_t)(first_part + part) * c.rows + row0 + r)]);
             top = akv_warp_max(top);
             const float origin = top == -INFINITY ? 0.0f : top;
-            for (uint32_t part = lane; part < pool.num_parts; part += 32) {
-                const size_t slot = akv_slot(c, pool.first_part + part, head, row0 + r);
+            for (uint32_t part = lane; part < num_parts; part += 32) {
+                const size_t slot = ((size_t)(first_part + part) * c.rows + row0 + r);
                 const float w = expf(c.states.max[slot] - origin);
                 weights[part * GROUP + r] = w;
                 total += w * c.states.sum[slot];
@@ -61,11 +62,11 @@ __global__ void __launch_bounds__(THREADS, GROUP *SLICES <= 16 ? 2 : 1) akv_pool
         for (uint32_t e = threadIdx.x; e < (n + m) * rows; e += blockDim.x) {
             const uint32_t r = e / (n + m), a = e % (n + m);
             const bool anchor = a < n;
-            const size_t width = anchor ? c.most_anchors : D, step = (size_t)c.H * c.rows * width;
-            const float *from = (anchor ? c.states.hist + a0 + a : c.states.sums + z0 + a - n) + akv_slot(c, pool.first_part, head, row0 + r) * width;
+            const size_t width = anchor ? c.most_anchors : D, step = (size_t)c.rows * width;
+            const float *from = (anchor ? c.states.hist + a0 + a : c.states.sums + z0 + a - n) + ((size_t)first_part * c.rows + row0 + r) * width;
             float total = 0.0f;
 #pragma unroll 16
-            for (uint32_t part = 0; part < pool.num_parts; part++)
+            for (uint32_t part = 0; part < num_parts; part++)
                 total += weights[part * GROUP + r] * from[part * step];
             merged[a * GROUP + r] = anchor ? total * scales[a] : total;
         }

@@ -28,7 +28,7 @@ extern "C" int akv_cuda_span_covers(uint32_t dim, uint32_t row_chunk, uint32_t f
 extern "C" size_t akv_cuda_span_shared(const akv_span_shape *s)
 {
     const akv_span_kernel_entry *k = find(s->dim, s->row_chunk, s->fast_steps);
-    return k == NULL ? 0 : k->shared(s->num_anchors, s->span_tokens, s->most_tiles, s->num_levels);
+    return k == NULL ? 0 : k->shared(s);
 }
 
 extern "C" cudaError_t akv_cuda_prepare_spans(const akv_span_shape *s, size_t shared_bytes)
@@ -40,6 +40,7 @@ extern "C" cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStre
 {
     if (call->num_span_items == 0)
         return cudaSuccess;
-    const dim3 grid(call->num_span_items, call->H, (call->rows + call->row_chunk - 1) / call->row_chunk);
-    return akv_launch(find(call->dim_k, call->row_chunk, call->fast_steps)->kernel, grid, SPAN_THREADS, call->span_shared_bytes, stream, call, false);
+    const akv_span_kernel_entry *k = find(call->dim_k, call->row_chunk, call->fast_steps);
+    const dim3 grid(call->num_span_blocks, (call->rows + call->row_chunk - 1) / call->row_chunk);
+    return akv_launch(k->kernel, grid, k->threads, call->span_shared_bytes, stream, call, call->early_launch != 0);
 }

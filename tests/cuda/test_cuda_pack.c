@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_cuda_pack.c - the private form of a segment against the reference's reading of the canonical bytes. Needs no GPU: every code,
- * gain, index, coefficient and anchor is read back from the packed bytes as the kernels read them.
+ * test_cuda_pack.c - the private form of a segment against the reference's reading of the canonical bytes. Needs no
+ * GPU: every code, gain, index, coefficient and anchor is read back from the packed bytes as the kernels read them.
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -10,82 +10,142 @@
 
 #define AT(type, offset) ((const type *)(const void *)(bytes + (offset)))
 
-/* Step of a stored code, as the kernels' look-ups give it. */
-static double step_of(const akv_packed *p, uint32_t tile_bits, uint32_t code)
+static double gain_of(uint16_t entry)
 {
-    if (tile_bits == 4) {
-        double step = (double)((p->steps4[(code & 7) / 4] >> ((code & 3) * 8)) & 255u);
-        return code & 8 ? -step : step;
-    }
-    return (double)(int8_t)((tile_bits == 2 ? p->steps2 : p->steps1) >> (code * 8));
+    return exp2(((entry & 15) - 8.0) / 3);
 }
 
-/* Code i of quad of a lane's word of a tile (packed.h). */
-static uint32_t code_of(uint32_t word, uint32_t bits, bool half, uint32_t quad, uint32_t i)
+/* Magnitude and sign of a 4-bit code, as the kernels' look-ups give it. */
+static double step4_of(const akv_packed *p, uint32_t code)
 {
-    static const uint8_t one_bit[2][4] = {{0, 4, 1, 5}, {2, 6, 3, 7}};
-    if (half)
-        return i < 2 ? word >> (4 * (2 * quad + i)) & 15u : 0;
-    if (bits == 4)
-        return word >> (16 * quad + 4 * i) & 15u;
-    return bits == 2 ? word >> (4 * i + 2 * quad) & 3u : word >> one_bit[quad][i] & 1u;
+    const double step = (double)((p->steps4[(code & 7) / 4] >> ((code & 3) * 8)) & 255u);
+    return code & 8 ? -step : step;
+}
+
+/* Bit of a plane of one token of a group, where the tensor core's byte permutations find it (packed.h). */
+static uint32_t plane_bit(const uint8_t *code, uint32_t units, uint32_t plane, uint32_t token)
+{
+    const uint32_t words = units / 4, u = plane / 16, lane = token % 8 * 4 + plane % 16 / 4, nibble = plane % 4;
+    uint32_t sixteen;
+    if (u < words * 4)
+        sixteen = ((const uint16_t *)(const void *)code)[(u / 4 * 32 + lane) * 2 + u / 2 % 2];
+    else if (u < words * 4 + (units & 2))
+        sixteen = ((const uint16_t *)(const void *)(code + words * 128))[lane];
+    else {
+        const uint32_t byte = code[words * 128 + (units & 2) * 32 + lane];
+        sixteen = byte | byte << 6; /* as the kernel spreads it */
+    }
+    return sixteen >> (4 * nibble + 2 * (u % 2) + token / 8) & 1u;
+}
+
+static void key_group(const uint8_t *bytes, const akv_packed *p, uint32_t head, uint32_t level, const uint8_t *code,
+                      const uint16_t *entries, uint64_t begin, double *got)
+{
+    const uint32_t C = p->coords[0];
+    const akv_key_level k = AT(akv_key_level, p->key_levels)[head * p->num_levels + level];
+    const akv_key_plane *planes = AT(akv_key_plane, p->key_planes) + (uint64_t)head * p->key_tiles * 32 + k.first_plane;
+    const float *offsets = AT(float, p->key_offsets) + ((uint64_t)head * p->num_levels + level) * C;
+    CHECK(k.group_bytes == k.units * 32u + k.four * 256u && k.first_plane == k.first_tile * 32u);
+    for (uint32_t token = 0; token < 16; token++) {
+        const uint32_t t = entries[token] >> 4;
+        if (t >= p->span_tokens)
+            continue;
+        double *row = got + (begin + t) * C;
+        for (uint32_t c = 0; c < C; c++)
+            row[c] += gain_of(entries[token]) * (double)offsets[c];
+        for (uint32_t i = 0; i < k.units * 16u; i++)
+            row[planes[i].coord] +=
+                gain_of(entries[token]) * (double)planes[i].weight * plane_bit(code, k.units, i, token);
+        for (uint32_t i = 0; i < k.four * 32u; i++) {
+            const uint32_t lane = token % 8 * 4 + i % 16 / 4, nibble = token / 8 * 4 + i % 4;
+            const uint32_t byte = code[k.units * 32u + i / 32 * 256 + lane * 8 + i % 32 / 16 * 4 + nibble / 2];
+            const akv_key_plane plane = planes[(k.units + 1u) / 2 * 32 + i];
+            row[plane.coord] +=
+                gain_of(entries[token]) * (double)plane.weight * step4_of(p, byte >> (nibble % 2 * 4) & 15u);
+        }
+    }
+}
+
+/* Bit of row `row` (tile by tile) of a value group, where the kernel's "and" finds it (packed.h). */
+static uint32_t value_bit(const uint8_t *code, uint32_t tiles, uint32_t row, uint32_t token)
+{
+    const uint32_t tile = row / 16, lane = row % 8 * 4 + token % 8 / 2;
+    uint32_t sixteen;
+    if (tile / 4 < tiles / 4 || tiles % 4 == 3)
+        sixteen = ((const uint16_t *)(const void *)code)[(tile / 4 * 32 + lane) * 2 + tile / 2 % 2];
+    else
+        sixteen = ((const uint16_t *)(const void *)(code + tiles / 4 * 128))[lane];
+    return sixteen >> (token % 2 * 8 + tile % 2 * 4 + token / 8 * 2 + row % 16 / 8) & 1u;
+}
+
+static void value_group(const uint8_t *bytes, const akv_packed *p, uint32_t head, uint32_t level, const uint8_t *code,
+                        const uint16_t *entries, uint64_t begin, double *got)
+{
+    const akv_value_level v = AT(akv_value_level, p->value_levels)[head * p->num_levels + level];
+    const akv_value_plane *planes =
+        AT(akv_value_plane, p->value_planes) + ((uint64_t)head * p->value_tiles + v.first_tile) * 16;
+    CHECK(v.group_bytes == (v.tiles + 1u) / 2 * 64 + v.four * 128u);
+    for (uint32_t token = 0; token < 16; token++) {
+        if (entries[token] >> 4 >= p->span_tokens)
+            continue;
+        double *row = got + (begin + (entries[token] >> 4)) * p->coords[1];
+        const double gain = gain_of(entries[token]);
+        for (uint32_t i = 0; i < v.tiles * 16u; i++) {
+            const double bit = ldexp(value_bit(code, v.tiles, i, token),
+                                     (int)(i / 16 % 2 * 4 + i % 16 / 8) - 24); /* as fp16 reads it */
+            row[planes[i].coord] += gain * (bit * (double)planes[i].weight + (double)planes[i].offset);
+        }
+        for (uint32_t i = 0; i < v.four * 16u; i++) {
+            const uint32_t lane = i % 8 * 4 + token % 8 / 2, nibble = token / 8 * 4 + i % 16 / 8 * 2 + token % 2;
+            const uint32_t byte = code[(v.tiles + 1u) / 2 * 64 + i / 16 * 128 + lane * 4 + nibble / 2];
+            const akv_value_plane plane = planes[v.tiles * 16 + i];
+            row[plane.coord] += gain * (double)plane.weight * step4_of(p, byte >> (nibble % 2 * 4) & 15u);
+        }
+    }
 }
 
 static uint32_t check_side(const uint8_t *bytes, const akv_packed *p, const ref_view *view, int side, uint32_t head)
 {
     const uint32_t C = p->coords[side], L = p->num_levels;
-    double *want = must(malloc((p->num_tokens * C + 1) * sizeof *want)), *got = must(calloc(p->num_tokens * C + 1, sizeof *got));
+    double *want = must(malloc((p->num_tokens * C + 1) * sizeof *want)),
+           *got = must(calloc(p->num_tokens * C + 1, sizeof *got));
     must(ref_ladder_coded(view, side, head, want) ? want : NULL);
     uint32_t residuals = 0;
     for (uint32_t s = 0; s < p->num_spans; s++) {
         const akv_packed_span *span = AT(akv_packed_span, p->spans) + (uint64_t)head * p->num_spans + s;
         const uint16_t *entries = AT(uint16_t, span->entries[side]);
         const uint8_t *code = bytes + span->codes[side];
+        const uint64_t begin = (uint64_t)s * p->span_tokens;
         CHECK(span->warp[side][0] == 0 && span->warp[side][AKV_PACK_WARPS] == span->groups[side][L]);
         for (uint32_t w = 0; w < AKV_PACK_WARPS; w++)
             CHECK(span->warp[side][w] <= span->warp[side][w + 1]);
         for (uint32_t l = 0, g = 0; l < L; l++) {
-            const akv_level_tiles t = AT(akv_level_tiles, p->levels[side])[head * L + l];
-            const uint64_t row = ((uint64_t)head * L + l) * AKV_PACK_MAX_TILES * 16;
-            for (; g < span->groups[side][l + 1]; g++, entries += 16, code += t.group_bytes) {
+            const uint32_t each = side ? AT(akv_value_level, p->value_levels)[head * L + l].group_bytes
+                                       : AT(akv_key_level, p->key_levels)[head * L + l].group_bytes;
+            for (; g < span->groups[side][l + 1]; g++, entries += 16, code += each) {
                 for (uint32_t w = 0; w < AKV_PACK_WARPS; w++)
                     if (span->warp[side][w] == g && span->warp[side][w + 1] > g)
                         CHECK(bytes + span->codes[side] + span->warp_codes[side][w] == code);
-                for (uint32_t j = 0; j < 16; j++)
-                    residuals += entries[j] >> 15;
-                const uint8_t *at = code;
-                for (uint32_t tile = 0; tile < (uint32_t)(t.four + t.half + t.two + t.one); tile++) {
-                    const uint32_t bits = tile < (uint32_t)(t.four + t.half) ? 4 : tile < (uint32_t)(t.four + t.half + t.two) ? 2 : 1;
-                    const bool half = t.half && tile == t.four;
-                    const uint32_t size = half ? 2 : bits;
-                    for (uint32_t lane = 0; lane < 32; lane++)
-                        for (uint32_t k = 0; k < 8; k++) {
-                            const uint32_t quad = k / 4, i = k % 4, r = lane / 4, c = lane % 4;
-                            uint32_t word = 0;
-                            for (uint32_t b = 0; b < size; b++)
-                                word |= (uint32_t)at[lane * size + b] << (8 * b);
-                            const uint32_t token = side ? 2 * c + i % 2 + 8 * quad : r + 8 * quad, place = side ? r + i / 2 * 8 : 4 * c + i;
-                            uint32_t number = code_of(word, bits, half, quad, side && half ? i % 2 + i / 2 * 4 : i);
-                            if (half && side)
-                                number = i < 2 ? word >> (4 * (2 * quad + i)) & 15u : 0;
-                            const float scale = AT(float, p->tile_scales[side])[row + tile * 16 + place];
-                            const uint16_t coord = AT(uint16_t, p->tile_coords[side])[row + tile * 16 + place], entry = entries[token];
-                            CHECK_MSG((coord == 0xffff) == (scale == 0), "a place without a coordinate has a scale");
-                            if (coord == 0xffff || !(entry & 0x8000u))
-                                continue;
-                            const uint64_t at_token = (uint64_t)s * p->span_tokens + (entry & 2047u);
-                            got[at_token * C + coord] += exp2(((entry >> 11 & 15) - 8.0) / 3) * scale * step_of(p, bits, number);
-                        }
-                    at += 32 * size;
+                for (uint32_t j = 0; j < 16; j++) {
+                    residuals += entries[j] >> 4 < p->span_tokens;
+                    CHECK(entries[j] >> 4 <= p->span_tokens);
                 }
-                CHECK(at == code + t.group_bytes);
+                if (side)
+                    value_group(bytes, p, head, l, code, entries, begin, got);
+                else
+                    key_group(bytes, p, head, l, code, entries, begin, got);
             }
         }
-        const uint16_t *index = AT(uint16_t, span->index[side]);
-        for (uint32_t i = 0; i < p->span_tokens && (uint64_t)s * p->span_tokens + i < p->num_tokens; i++) {
-            const uint64_t token = (uint64_t)s * p->span_tokens + i;
-            CHECK(index[i] == ref_ladder_index(view, side, head, token));
-            CHECK(((int)((uint32_t)(bytes[span->coeff + i] >> (4 * side)) << 28) >> 28) == ref_ladder_coeff_code(view, side, head, token));
+        const uint32_t *words = AT(uint32_t, span->words);
+        for (uint32_t i = 0; i < p->span_tokens; i++) {
+            const uint64_t token = begin + i;
+            const uint32_t word = words[i];
+            if (token >= p->num_tokens) {
+                CHECK(word == 0);
+                continue;
+            }
+            CHECK((side ? word >> 12 & 4095u : word & 4095u) == ref_ladder_index(view, side, head, token));
+            CHECK(((int)(word << (side ? 0 : 4)) >> 28) == ref_ladder_coeff_code(view, side, head, token));
         }
     }
     double worst = 0, size = 0;
@@ -100,7 +160,8 @@ static uint32_t check_side(const uint8_t *bytes, const akv_packed *p, const ref_
 }
 
 /* Anchors in the order of the tensor core's steps, times unit and scale: what the reference decodes. */
-static void check_anchors(const uint8_t *bytes, const akv_packed *p, const akv_segment *segment, const ref_view *view, uint32_t head)
+static void check_anchors(const uint8_t *bytes, const akv_packed *p, const akv_segment *segment, const ref_view *view,
+                          uint32_t head)
 {
     const uint32_t D = p->dim[0], vec = p->steps % 4 == 0 ? 4 : 2;
     double want[256];
@@ -112,14 +173,16 @@ static void check_anchors(const uint8_t *bytes, const akv_packed *p, const akv_s
             const uint32_t at = ((step / vec * 4 + i / 2) * vec + step % vec) * 4 + y * 2 + i % 2;
             const uint16_t dim = AT(uint16_t, p->slots)[slot];
             const double turns = AT(double, p->inv_freq)[step * 8 + i] != 0 ? akv_header_of(segment)->magnitude : 1;
-            const double got = (double)(bytes[p->anchors[0] + row * D + at] - 128) * (double)AT(float, p->units[0])[head * D + slot] / turns *
+            const double got = (double)(bytes[p->anchors[0] + row * D + at] - 128) *
+                               (double)AT(float, p->units[0])[head * D + slot] / turns *
                                (double)AT(float, p->anchor_scales[0])[row];
             CHECK_NEAR(got, want[dim], 1e-6 * fabs(want[dim]), "key anchor %u dim %u", a, dim);
         }
         ref_ladder_anchor(view, 1, head, a, want);
         for (uint32_t i = 0; i < p->dim[1]; i++)
-            CHECK_NEAR((double)(bytes[p->anchors[1] + row * D + i] - 128) * (double)AT(float, p->units[1])[head * D + i] *
-                           (double)AT(float, p->anchor_scales[1])[row], want[i], 1e-6 * fabs(want[i]), "value anchor %u dim %u", a, i);
+            CHECK_NEAR((double)(bytes[p->anchors[1] + row * D + i] - 128) *
+                           (double)AT(float, p->units[1])[head * D + i] * (double)AT(float, p->anchor_scales[1])[row],
+                       want[i], 1e-6 * fabs(want[i]), "value anchor %u dim %u", a, i);
     }
 }
 
@@ -128,8 +191,16 @@ static void packed_as_reference_reads(void)
     static const uint32_t dims[] = {64, 96, 128, 192, 256};
     static const uint64_t lengths[] = {1, 17, 512, 513, 1500, 17000, 33000};
     for (uint64_t i = 0; i < 21; i++) {
-        spec sp = {.name = "pack", .S = lengths[i % 7], .H = 1 + (uint32_t)(i % 2), .G = 4, .dk = dims[i % 5], .dv = dims[i % 5], .W = 1,
-                   .rotary = i % 4 == 3 ? dims[i % 5] / 2 : dims[i % 5], .style = (akv_rope_style)(i % 2), .magnitude = i % 3 ? 1 : 1.2};
+        spec sp = {.name = "pack",
+                   .S = lengths[i % 7],
+                   .H = 1 + (uint32_t)(i % 2),
+                   .G = 4,
+                   .dk = dims[i % 5],
+                   .dv = dims[i % 5],
+                   .W = 1,
+                   .rotary = i % 4 == 3 ? dims[i % 5] / 2 : dims[i % 5],
+                   .style = (akv_rope_style)(i % 2),
+                   .magnitude = i % 3 ? 1 : 1.2};
         if (sp.S > 2000 && i >= 14)
             continue; /* long ones once each */
         const uint32_t anchors = sp.S < 40 ? (uint32_t)sp.S : 40;

@@ -1,0 +1,112 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* span_setup.cuh - what the span kernel does once an item or once a span before any logit. */
+#ifndef AKV_CUDA_SPAN_SETUP_CUH
+#define AKV_CUDA_SPAN_SETUP_CUH
+
+#include "cuda/span_block.cuh"
+
+/* Tables and state of an item. The copies are there after a wait and a barrier. */
+template <int D, int NR, int NF>
+__device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_item &item, bool first)
+{
+    const uint32_t L = p->num_levels, tid = threadIdx.x, k = p->num_anchors;
+    const akv_packed_span *span = spans() + item.first_span;
+    if (tid < sizeof(akv_packed_span) / 16)
+        copy_async((uint8_t *)span_copy(item.first_span) + tid * 16, (const uint8_t *)span + tid * 16);
+    copy(at.mean_rows, base + p->mean_rows + (size_t)head * NF * 32 * 16, NF * 32 * 16);
+    const uint32_t planes = p->value_tiles * 16 * sizeof(akv_value_plane);
+    copy(at.value_planes, base + p->value_planes + (size_t)head * planes, planes);
+    copy(at.fast_turns, base + p->fast_turns, p->span_tokens / 32 * NF * 4 * 8);
+    copy(at.slow_turns, base + p->slow_turns, p->span_tokens / AKV_PACK_WINDOW * (STEPS - NF) * 4 * 8);
+    if constexpr (!TURNS_IN_REGISTERS)
+        copy(at.row_turns, base + p->row_turns, NF * 16 * 4 * 8);
+    for (int e = tid; e < (STEPS - NF) * 4; e += THREADS)
+        mean_slow()[e] = ((const uint2 *)(base + p->mean_slow))[head * (STEPS - NF) * 4 + e];
+    if (tid < L) {
+        const akv_key_level k = ((const akv_key_level *)(base + p->key_levels))[head * L + tid];
+        key_levels()[tid] = {k.units, k.four, k.first_tile * NT * 256u, k.group_bytes};
+    } else if (tid >= 32 && tid < 32 + L) {
+        const akv_value_level *l = (const akv_value_level *)(base + p->value_levels) + head * L + tid - 32;
+        value_levels()[tid - 32] = {l->tiles, l->four, l->first_tile, l->group_bytes};
+    }
+    if (tid >= 64 && tid < 80) {
+        const int i = tid - 64, code = i < 8 ? i : i - 16;
+        gains()[i] = c.values.gain[i];
+        half_gains()[i] = pack_halves(c.values.gain[i], c.values.gain[i]);
+        coefficients()[i] = code == c.values.coeff_self ? 1.0f : (float)code * c.values.coeff_step;
+    }
+    if (tid == 96)
+        *bit_constants() = {0xff00ff00u, 0xffff0000u, 0x01010101u, 0xffffffffu};
+    { /* this block's share of the head's anchors to L2, and of the spans */
+        const uint32_t shares = (p->num_spans + item.num_spans - 1) / item.num_spans;
+        const uint64_t bytes = (uint64_t)k * D, each = ((bytes + 127) / 128 + shares - 1) / shares * 128,
+                       from = each * (item.first_span / item.num_spans);
+        if (from < bytes)
+            fetch(p->anchors[0] + head * bytes + from, bytes - from < each ? bytes - from : each);
+        fetch(span->words, span->end - span->words);
+    }
+    zero(at.logits, at.tables - at.logits);
+    if (tid < NR)
+        maxima(0)[tid] = maxima(1)[tid] = ordered(-INFINITY);
+#pragma unroll
+    for (int r = 0; r < NR; r++) {
+        top[r] = -INFINITY;
+        ref[r] = 0.0f;
+        shrink[r] = 1.0f;
+        sum[r] = 0.0f;
+    }
+    exponent = 0;
+    if (first)
+        akv_wait_for_previous(); /* for queries.cu */
+    const uint32_t chunks = (c.rows + NR - 1) / NR;
+    copy(at.tables, c.prepared + ((size_t)(item.pool * c.H + head) * chunks + row0 / NR) * c.prepared_bytes,
+         queries_at.total);
+}
+
+/*
+ * One word of each line of this warp's share of the codes: by the time they are needed the lines are in the first-level
+ * cache. The caller has to use what it gets, or the loads would be left out.
+ */
+template <int D, int NR, int NF>
+__device__ __forceinline__ uint32_t span_block<D, NR, NF>::touch(const akv_packed_span *sp, int side)
+{
+    const uint32_t first = warp * SHARES, last = first + SHARES, begin = sp->warp_codes[side][first],
+                   g = sp->warp[side][first];
+    const uint32_t end = last < AKV_PACK_WARPS ? sp->warp_codes[side][last]
+                                               : (uint32_t)((side == 0 ? sp->entries[1] : sp->end) - sp->codes[side]);
+    const uint32_t entries = (sp->warp[side][last] - g) * 32;
+    uint32_t x = 0;
+    if (lane * 128u < end - begin)
+        x = __ldg((const uint32_t *)(base + sp->codes[side] + begin) + lane * 32);
+    if (lane * 128u < entries)
+        x += __ldg((const uint32_t *)(base + sp->entries[side] + g * 32) + lane * 32);
+    return x;
+}
+
+/* Queries turned back to the span's first token, as operands (span_keys.cuh says what the columns are). */
+template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, NR, NF>::turn_queries(uint32_t span)
+{
+    const double *inv_freq = (const double *)(base + p->inv_freq);
+    const float2 *turns = (const float2 *)(base + p->span_turns) + (size_t)span * D;
+    for (int e = threadIdx.x; e < STEPS * NT * 32; e += THREADS) {
+        const int s = e / (NT * 32), t = e / 32 % NT, column = e % 32 / 4, cl = e % 4;
+        float x[2], y[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int slot = s * 16 + 2 * cl + i, plane = s * 8 + 2 * cl + i;
+            const float *q = queries() + (column / 2 + 4 * t) * D;
+            const float2 v = __ldg(turns + plane + (s < NF && column % 2 == 1 ? D / 2 : 0));
+            x[i] = q[slot] * v.x + q[slot + 8] * v.y;
+            y[i] = q[slot + 8] * v.x - q[slot] * v.y;
+            if (s >= NF && column % 2 == 1) { /* the derivative by position */
+                const float w = (float)inv_freq[plane] * 1024.0f, x0 = x[i];
+                x[i] = w * y[i];
+                y[i] = -w * x0;
+            }
+        }
+        turned()[((t * (STEPS / 2) + s / 2) * 32 + e % 32) * 2 + s % 2] =
+            make_uint2(pack_halves(x[0], x[1]), pack_halves(y[0], y[1]));
+    }
+}
+
+#endif
