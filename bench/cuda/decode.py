@@ -2,6 +2,7 @@
 """One decode step of one layer on the GPU: compressed segments against the best dense kernels, in the same run.
 
 usage: decode.py LIBRARY SEGMENTS_FOLDER [CASE...]     a CASE is NAME:FILE:BATCH[:TAIL], as 64k20b8:s64k20.seg:8:16
+       --alone before the cases: no dense peers;  --kernels: also each kernel's time (CUPTI, without flushing L2)
 
 Protocol: H, G, d of the segment, bf16, one query token; 256 MiB are read before every replay and copies of the inputs rotate, so that
 L2 is cold; CUDA graphs, median of 60 replays. Dense peers: torch scaled_dot_product_attention with the cuDNN and the flash back end, grouped heads
@@ -149,12 +150,35 @@ def graph_times(calls, replays=60):
     return statistics.median(times), min(times)
 
 
+def dense_times(out, q, shape):
+    dk = torch.empty(*shape, dtype=torch.bfloat16, device=DEV).normal_()
+    dv = torch.empty_like(dk).normal_()
+    for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
+        try:
+            with sdpa_kernel([backend]):
+                out[label] = graph_times([lambda: F.scaled_dot_product_attention(q, dk, dv, enable_gqa=True)])[0]
+        except Exception as e:
+            print(label, "refused:", str(e)[:100])
+
+
 flush = torch.zeros(64 << 20, dtype=torch.float32, device=DEV)
 scratch = torch.zeros((), dtype=torch.float32, device=DEV)
 
 
+def kernel_times(f):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as p:
+        for _ in range(10):
+            torch.sum(flush, 0, out=scratch)
+            f()
+        torch.cuda.synchronize()
+    return "; ".join(f"{e.key[:24]} {e.device_time_total / e.count:.1f}" for e in p.key_averages() if "akv" in e.key)
+
+
 def main():
     folder = sys.argv[2]
+    cases = [a for a in sys.argv[3:] if not a.startswith("--")]
     copy = torch.randn(1 << 30, dtype=torch.float32, device=DEV)
     target = torch.empty_like(copy)
     t = graph_times([lambda: torch.mul(copy, 1.5, out=target)], 20)[0]
@@ -165,7 +189,7 @@ def main():
     del copy, target
     torch.cuda.empty_cache()
     print("case | B/token/head stored, on device | cudnn us | flash us | dense bytes us | ours us (min) | speed-up | rel error (worst head)")
-    for case in sys.argv[3:]:
+    for case in cases:
         name, file, batch, *rest = case.split(":")
         batch, tail = int(batch), int(rest[0]) if rest else 0
         seg = Segment(os.path.join(folder, file))
@@ -179,6 +203,8 @@ def main():
         torch.cuda.synchronize()
         k, v = seg.decode()
         errors = []
+        if "--kernels" in sys.argv:
+            print("  ", kernel_times(lambda: plans[0].attend(q, out)))
         for h in range(H):
             keys = torch.cat([k[h].to(DEV).double(), plans[0].k[0, h, :tail].double()])
             values = torch.cat([v[h].to(DEV).double(), plans[0].v[0, h, :tail].double()])
@@ -186,21 +212,14 @@ def main():
             errors += [(out[0, h * G + g, 0].double() - want[g]).norm().item() / want[g].norm().item() for g in range(G)]
         ours, least = graph_times([lambda p=p: p.attend(q, out) for p in plans])
         dense_bytes = batch * H * (S + tail) * d * 4
-        dk = torch.empty(batch, H, S + tail, d, dtype=torch.bfloat16, device=DEV).normal_()
-        dv = torch.empty_like(dk).normal_()
-        dense = {}
-        for label, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-            try:
-                with sdpa_kernel([backend]):
-                    dense[label] = graph_times([lambda: F.scaled_dot_product_attention(q, dk, dv, enable_gqa=True)])[0]
-            except Exception as e:
-                dense[label] = float("nan")
-                print(label, "refused:", str(e)[:100])
-        best = min(x for x in dense.values() if x == x)
+        dense = {"cudnn": float("nan"), "flash": float("nan")}
+        if "--alone" not in sys.argv:
+            dense_times(dense, q, (batch, H, S + tail, d))
+        best = min((x for x in dense.values() if x == x), default=float("nan"))
         print(f"{name} | {seg.bytes / S / H:.1f}, {plans[0].device_bytes / batch / S / H:.1f} | {dense['cudnn']:.1f} | {dense['flash']:.1f} | "
               f"{dense_bytes / bandwidth * 1e-6:.1f} | {ours:.1f} ({least:.1f}) | {best / ours:.2f} | "
               f"{statistics.mean(errors):.2e} ({max(errors):.2e}) | ws {plans[0].ws_bytes >> 20} MiB", flush=True)
-        del plans, dk, dv
+        del plans
         torch.cuda.empty_cache()
 
 
