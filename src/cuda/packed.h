@@ -17,7 +17,7 @@
  * two's complement, or, where there are enough of them, tiles of their own. Planes come in units of 16, one byte for
  * each of 32 lanes; two units make a tile of the tensor core. Lane 4r + c holds the planes 4c .. 4c + 3 of tokens r and
  * r + 8, in the nibbles of 16 bits: bit 0 token r, bit 1 token r + 8, bits 2 and 3 the same of the second unit. A byte
- * permutation then makes bytes of them without a mask (spans.cuh).
+ * permutation then makes bytes of them without a mask (span_keys.cuh).
  *
  * Values: 1- and 2-bit codes as bits too, 16 planes x 16 tokens a tile, planes r and r + 8 of a tile in one lane; both
  * bits of a 2-bit code are such a pair, the upper one first. Lane 4r + c of a tile: tokens 2c, 2c + 1 are bits of a
