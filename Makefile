@@ -6,6 +6,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 PREFIX ?= /usr/local
 TOKENS ?= 8000
 RATIO ?= 10
+T ?= 60
 export AKV_JOBS ?= $(JOBS)
 
 help:
@@ -15,6 +16,7 @@ help:
 	@echo 'make check-python  the wheel, the transformers cache, the kvpress press; brings PyTorch (2.5 GB) into .deps/python'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
+	@echo 'make fuzz     libFuzzer over files, segments and compression, T=60 seconds each (needs clang)'
 	@echo 'make install  what build made, into PREFIX (now: $(PREFIX))'
 	@echo 'make deps     only bring the dependencies (.deps/, or AKV_DEPS)'
 	@echo 'make clean    remove build/ (dependencies stay; rm -rf .deps removes them)'
@@ -44,10 +46,13 @@ demo-large: build
 bench: build
 	@build/release/cli/akv bench
 
+fuzz:
+	@tools/fuzz.sh $(T)
+
 install: build
 	DESTDIR='$(DESTDIR)' cmake --install build/release --prefix '$(PREFIX)'
 
 clean:
 	rm -rf build
 
-.PHONY: help deps build check check-python demo demo-large bench install clean
+.PHONY: help deps build check check-python demo demo-large bench fuzz install clean

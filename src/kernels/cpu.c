@@ -10,11 +10,22 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
+
+/* clang 14 has no name for it in __builtin_cpu_supports. */
+static int has_f16c(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
+
 akv_cpu_level akv_cpu_machine(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") || !__builtin_cpu_supports("bmi") ||
-        !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("f16c"))
+        !__builtin_cpu_supports("bmi2") || !has_f16c())
         return AKV_CPU_GENERIC;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
         !__builtin_cpu_supports("avx512vl"))
