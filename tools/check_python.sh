@@ -12,9 +12,21 @@ export OMP_WAIT_POLICY=passive PIP_DISABLE_PIP_VERSION_CHECK=1
 unset AKV_LIBRARY PYTHONPATH
 
 say() { printf 'check-python: %s\n' "$*" >&2; }
-python=${AKV_PYTHON:-$(command -v python3.11 || command -v python3)}
-"$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || {
-    say "the pinned wheels are those for Python 3.11, and venv is needed; $python is not that. Name one with AKV_PYTHON"
+usable() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null; }
+find_python() {
+    local candidate
+    for candidate in ${AKV_PYTHON:-python3.11 /usr/bin/python3.11 python3}; do
+        if usable "$candidate"; then
+            command -v "$candidate"
+            return 0
+        fi
+    done
+    return 1
+}
+# Debian keeps venv apart from Python itself.
+find_python >/dev/null || tools/deps.sh venv
+python=$(find_python) || {
+    say "the pinned wheels are those for Python 3.11, and venv is needed; none was found. Name one with AKV_PYTHON"
     exit 1
 }
 mkdir -p "$deps"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # deps.sh - bring what the build needs: Debian packages, a static libllama, a small model to test and demonstrate with.
 #
-#   tools/deps.sh [packages] [llama] [model]      no argument: all three
+#   tools/deps.sh [packages] [llama] [model] [venv]      no argument: the first three
 #
 # Results stay in .deps/ of the checkout (git-ignored), or in the folder named by AKV_DEPS. Every step checks first and
 # does nothing when its result is there; a result appears under its final name only when it is whole, so an interrupted
@@ -95,6 +95,16 @@ step_packages() {
     missing=$(missing_packages | tr '\n' ' ')
     [ -z "$missing" ] || die "packages: installed, yet still not found: $missing"
     say "packages: installed in $((SECONDS - started)) s"
+}
+
+# For tools/check_python.sh, where Python comes without venv. No error here: another Python may do.
+step_venv() {
+    if [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null; then
+        say "venv: apt-get install python3-venv"
+        apt_install python3-venv >"$deps/apt.log" 2>&1 ||
+            { apt-get update </dev/null >>"$deps/apt.log" 2>&1 && apt_install python3-venv >>"$deps/apt.log" 2>&1; } ||
+            say "venv: apt-get failed; its output is in $deps/apt.log"
+    fi
 }
 
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" </dev/null; }
@@ -210,7 +220,7 @@ fi
 [ $# -gt 0 ] || set -- packages llama model
 for step in "$@"; do
     case $step in
-    packages | llama | model) "step_$step" ;;
-    *) die "unknown step '$step'; the steps are: packages llama model" ;;
+    packages | llama | model | venv) "step_$step" ;;
+    *) die "unknown step '$step'; the steps are: packages llama model venv" ;;
     esac
 done
