@@ -80,14 +80,16 @@ static void anchor_logits(akv_ladder_range *c, uint64_t b0, uint32_t n)
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
     const akv_kernels *kernels = c->task->kernels;
     const uint32_t rows = c->task->rows;
+    const bool turns = h->rotary_dim != 0; /* else there is no table */
     for (uint32_t i = 0; i < n; i++) {
         const uint64_t token = b0 + i;
         const uint32_t a = akv_ladder_index(v, token);
         size_t offset = 0;
-        if (h->rotary_dim != 0 && akv_span_to(&c->span, akv_token_position(h, c->positions, token), &offset))
+        if (turns && akv_span_to(&c->span, akv_token_position(h, c->positions, token), &offset))
             apply_units(c->s->turned, rows, v->dim, c->units);
         kernels->centred_logits(v->anchors + (size_t)a * v->dim, akv_ladder_weight(v, token, a), c->s->mean, v->dim, h->rotary_dim,
-                                (akv_rope_style)h->rope_style, c->table->cos + offset, c->table->sin + offset, c->s->turned, rows,
+                                (akv_rope_style)h->rope_style, turns ? c->table->cos + offset : NULL,
+                                turns ? c->table->sin + offset : NULL, c->s->turned, rows,
                                 c->s->logits + i, AKV_BLOCK_TOKENS);
     }
 }

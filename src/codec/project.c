@@ -69,6 +69,8 @@ static uint32_t get_index(const akv_job *job, int side, uint32_t head, uint64_t 
 /* Round and store a coefficient; returns what is read back. own: the token is the anchor. */
 static float store_coefficient(akv_job *job, int side, uint32_t head, uint64_t token, float gamma, bool own)
 {
+    if (!(fabsf(gamma) <= 65504.0f)) /* products of huge numbers overflow; what is stored stays a number of 16 bits */
+        gamma = gamma > 0.0f ? 65504.0f : gamma < 0.0f ? -65504.0f : 0.0f;
     if (job->ladder == NULL) {
         uint16_t h = own ? 0x3c00 : akv_f32_to_f16(gamma);
         ((uint16_t *)akv_job_section(job, AKV_SEC_COEFF + side))[head * job->S + token] = h;
