@@ -198,18 +198,16 @@ static int print_outcome(const calibration *c)
 {
     const cli_shares *s = &c->out;
     const uint32_t L = s->num_layers;
-    double *shares = calloc(L, sizeof *shares);
     akv_diag diag = {AKV_OK, ""};
-    if (shares == NULL)
+    double *ten = calloc(L, sizeof *ten), *twenty = calloc(L, sizeof *twenty);
+    if (ten == NULL || twenty == NULL) {
+        free(ten);
+        free(twenty);
         return cli_fail(CLI_NO_MEMORY, "no memory for the shares of %u layers", L);
+    }
     printf("layer  relative squared error of its attention output at %.4gx .. %.4gx   share of 10x, of 20x\n", s->ratios[0],
            s->ratios[s->num_ratios - 1]);
-    akv_status status = AKV_OK;
-    double *twenty = calloc(L, sizeof *twenty);
-    if (twenty == NULL)
-        status = AKV_E_NO_MEMORY;
-    if (status == AKV_OK)
-        status = akv_llama_solve_shares(s->ratios, s->errors, s->num_ratios, L, 0.1, shares, &diag);
+    akv_status status = akv_llama_solve_shares(s->ratios, s->errors, s->num_ratios, L, 0.1, ten, &diag);
     if (status == AKV_OK)
         status = akv_llama_solve_shares(s->ratios, s->errors, s->num_ratios, L, 0.05, twenty, &diag);
     for (uint32_t l = 0; status == AKV_OK && l < L; l++) {
@@ -218,9 +216,9 @@ static int print_outcome(const calibration *c)
         printf("%5u", l);
         for (uint32_t r = 0; r < s->num_ratios; r++)
             printf("  %.5f", s->errors[(size_t)r * L + l]);
-        printf("   %.2f  %.2f\n", shares[l], twenty[l]);
+        printf("   %.2f  %.2f\n", ten[l], twenty[l]);
     }
-    free(shares);
+    free(ten);
     free(twenty);
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);

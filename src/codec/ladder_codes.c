@@ -79,14 +79,6 @@ static uint32_t gain_of(const float *x, const lane_list *list)
     return code;
 }
 
-static void put_bits(uint8_t *out, uint64_t bit, uint32_t value)
-{
-    out[bit >> 3] |= (uint8_t)(value << (bit & 7)); /* widths 1, 2, 4 may straddle a byte in a group that is not full */
-    uint32_t high = (value << (bit & 7)) >> 8;
-    if (high != 0)
-        out[(bit >> 3) + 1] |= (uint8_t)high;
-}
-
 /* Residuals of n <= AKV_TILE_TOKENS tokens -> coordinates of the transform [n, coords] in s->sims. */
 static void transform(const akv_job *job, int side, uint32_t head, uint64_t t0, const uint16_t *tokens, uint32_t n,
                       akv_turner *turner, akv_codec_scratch *s)
@@ -161,7 +153,7 @@ static void code_run(akv_job *job, int side, uint32_t head, uint64_t t0, const u
                 pack_numbers(of, width, groups + bit / 8);
             else
                 for (uint32_t r = 0; r < g; r++)
-                    put_bits(groups, bit + (uint64_t)r * width, of[r]);
+                    akv_put_bits(groups, bit + (uint64_t)r * width, of[r]);
             bit += (uint64_t)g * width;
         }
         groups += ((uint64_t)g * list->bits + 7) / 8;

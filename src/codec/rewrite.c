@@ -135,14 +135,6 @@ static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_l
     return code;
 }
 
-static void put_bits(uint8_t *out, uint64_t bit, uint32_t value)
-{
-    out[bit >> 3] |= (uint8_t)(value << (bit & 7)); /* widths 1, 2, 4 may straddle a byte in a group that is not full */
-    uint32_t high = (value << (bit & 7)) >> 8;
-    if (high != 0)
-        out[(bit >> 3) + 1] |= (uint8_t)high;
-}
-
 /* Decode one residual into s->x, by coordinate; returns its energy. */
 static double read_residual(const uint8_t *run, uint32_t place, uint32_t count, const akv_level_list *list,
                             rewrite_scratch *s)
@@ -181,7 +173,7 @@ static double recode(uint8_t *run, uint32_t place, uint32_t count, const akv_lev
         float level;
         const uint32_t number = quantise(s->below[i] * inverse, list->width[i], &level);
         const double off = (double)s->below[i] - gain * level;
-        put_bits(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * list->width[i], number);
+        akv_put_bits(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * list->width[i], number);
         energy += (off * off - (double)s->below[i] * s->below[i]) * sigma_sq[i];
         bit += (uint64_t)g * list->width[i];
     }
@@ -199,7 +191,7 @@ static void copy_residual(const uint8_t *from, uint32_t old_place, uint32_t old_
     uint64_t old_bit = 0, bit = 0;
     for (uint32_t i = 0; i < list->count; i++) {
         const uint32_t width = list->width[i];
-        put_bits(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * width,
+        akv_put_bits(group, bit + (uint64_t)(place % AKV_GROUP_LANES) * width,
                  number_at(old_group, old_bit + (uint64_t)(old_place % AKV_GROUP_LANES) * width, width));
         old_bit += (uint64_t)old_g * width;
         bit += (uint64_t)g * width;

@@ -37,6 +37,15 @@ static inline float akv_level_value(uint32_t number, uint32_t width)
 static const double akv_entry_distortion[4] = {1.0, 0.3634, 0.1175, 0.009506};
 static const uint8_t akv_entry_bits[4] = {0, 1, 2, 4};
 
+/* OR a number of 1, 2 or 4 bits into zeroed code bytes. */
+static inline void akv_put_bits(uint8_t *out, uint64_t bit, uint32_t value)
+{
+    out[bit >> 3] |= (uint8_t)(value << (bit & 7)); /* may straddle a byte in a group that is not full */
+    uint32_t high = (value << (bit & 7)) >> 8;
+    if (high != 0)
+        out[(bit >> 3) + 1] |= (uint8_t)high;
+}
+
 static inline float akv_gain_value(uint32_t code)
 {
     static const float third[3] = {1.0f, 1.2599210f, 1.5874011f};
