@@ -54,7 +54,7 @@ fi
 site=$("$deps/main/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 if environment kvpress tools/python-requirements.txt tools/python-requirements-kvpress.txt; then
     "$deps/kvpress/bin/pip" install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements-kvpress.txt
-    echo "$site" >"$deps/kvpress/lib/$(basename "$(dirname "$site")")/site-packages/main.pth"
+    echo "$site" >"$("$deps/kvpress/bin/python" -c 'import site; print(site.getsitepackages()[0])')/main.pth"
     ready kvpress
 fi
 if environment clean tools/python-requirements.txt; then
@@ -68,9 +68,10 @@ rm -rf "$deps/wheel"
     say "the wheel could not be built; all output: $deps/wheel.log"
     exit 1
 }
+# "clean" shall have numpy and nothing else: its files are copied from "main", without another download.
 numpy=$(sed -n 's/^numpy==\([0-9.]*\).*/\1/p' tools/python-requirements.txt)
-cp -a "$site/numpy" "$site/numpy-$numpy.dist-info" "$site/numpy.libs" \
-    "$(dirname "$site" | sed "s#/main/#/clean/#")/site-packages/" 2>/dev/null || true
+clean=$("$deps/clean/bin/python" -c 'import site; print(site.getsitepackages()[0])')
+cp -a "$site/numpy" "$site/numpy-$numpy.dist-info" "$site/numpy.libs" "$clean/"
 for name in main kvpress clean; do
     "$deps/$name/bin/pip" install -q --no-deps --no-index --force-reinstall "$deps"/wheel/*.whl
 done
