@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The structs and functions of include/anchorkv/{anchorkv,akv_document,akv_experimental}.h for ctypes.
 
-Field order and types are those of the headers; test_ffi.py asks a C compiler for sizes and offsets and compares.
+Field order and types are those of the headers. Loading compares the sizes with those of the library (check_layout);
+test_ffi.py asks a C compiler for the offset and size of every field.
 ctypes releases the interpreter lock during every call, so layers can be compressed on several Python threads.
 """
 
@@ -274,6 +275,50 @@ def library_path():
     return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
 
 
+# Every struct that the library stamps with its own size, and who writes the stamp. The others are parts of these, but
+# for Diag, DocumentLayer and DocumentProperty, which only test_ffi.py compares.
+STAMPED = {
+    "akv_experiment_init": Experiment,
+    "akv_config_init": Config,
+    "akv_shape_init": Shape,
+    "akv_layer_init": Layer,
+    "akv_segment_info_init": SegmentInfo,
+    "akv_plan_info_init": PlanInfo,
+    "akv_attend_params_init": AttendParams,
+    "akv_document_parts_init": DocumentParts,
+}
+ROOM = 4096  # for a struct that has grown: its _init writes as much as the library thinks it has
+
+
+def misfit(path, what):
+    return ImportError(
+        f"the AnchorKV library {path!r} does not belong to this Python package: {what}. Install the package again, or "
+        "point AKV_LIBRARY to a library built from the same sources"
+    )
+
+
+def function_of(lib, path, name):
+    """A function object of its own; what it is told of types is not seen by others."""
+    try:
+        return lib[name]
+    except AttributeError:
+        raise misfit(path, f"it has no function {name}") from None
+
+
+def check_layout(lib, path, stamped=STAMPED):
+    """ImportError when the library's structs have other sizes than those above: fields would be read from wrong places."""
+    memory = (C.c_uint64 * (ROOM // 8))()
+    wrong = []
+    for init, struct in stamped.items():
+        function = function_of(lib, path, init)
+        function.restype = None
+        function(memory)
+        if memory[0] != C.sizeof(struct):
+            wrong.append(f"{init[:-5]} has {memory[0]} bytes there and {C.sizeof(struct)} here")
+    if wrong:
+        raise misfit(path, "; ".join(wrong))
+
+
 def load():
     path = library_path()
     try:
@@ -283,6 +328,7 @@ def load():
             f"cannot load the AnchorKV library {path!r} ({error}); build the target anchorkv_shared and "
             "set AKV_LIBRARY to the file, or put it beside the package"
         ) from error
+    check_layout(lib, path)
     diag, segment = C.POINTER(Diag), C.c_void_p
     for name, result, arguments in (
         ("akv_version", C.c_char_p, []),
@@ -324,6 +370,7 @@ def load():
             [C.c_void_p, C.c_uint32, C.c_int, C.c_void_p, C.POINTER(segment), diag],
         ),
     ):
-        function = getattr(lib, name)
+        function = function_of(lib, path, name)
         function.restype, function.argtypes = result, arguments
+        setattr(lib, name, function)
     return lib

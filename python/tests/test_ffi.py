@@ -1,16 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ctypes structs have the layout that a C compiler gives the headers: size, and offset and size of every field."""
+"""The ctypes structs have the layout that a C compiler gives the headers: size, and offset and size of every field; and
+a library with another layout is refused when it is loaded.
+
+_ffi.py is read by itself, without the package around it, so that these tests run where numpy is missing.
+"""
 
 import ctypes
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import unittest
 
-from anchorkv import _ffi
+HERE = os.path.dirname(os.path.abspath(__file__))
+INCLUDE = os.path.join(HERE, "..", "..", "include")
+installed = importlib.util.find_spec("anchorkv")
+folder = installed.submodule_search_locations[0] if installed else os.path.join(HERE, "..", "anchorkv")
+spec = importlib.util.spec_from_file_location("anchorkv_ffi_alone", os.path.join(folder, "_ffi.py"))
+_ffi = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(_ffi)
 
-INCLUDE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "include")
 STRUCTS = {
     "akv_diag": _ffi.Diag,
     "akv_tensor": _ffi.Tensor,
@@ -57,6 +69,67 @@ class LayoutTest(unittest.TestCase):
             subprocess.run([os.environ.get("CC", "cc"), "-std=c11", "-I", INCLUDE, path, "-o", path[:-2]], check=True)
             printed = subprocess.run([path[:-2]], check=True, capture_output=True, text=True).stdout.split("\n")[:-1]
         self.assertEqual(printed, expected)
+
+    def test_every_stamped_struct_is_checked(self):
+        """What has an _init in a header whose structs are used here has its size compared at loading."""
+        headers = ""
+        for name in ("anchorkv.h", "akv_experimental.h", "akv_document.h"):
+            with open(os.path.join(INCLUDE, "anchorkv", name)) as f:
+                headers += f.read()
+        inits = set(re.findall(r"AKV_API void (akv_\w+_init)\(", headers))
+        used = {f"{name}_init" for name, struct in STRUCTS.items() if struct._fields_[0][0] == "struct_size"}
+        self.assertEqual(used & inits, set(_ffi.STAMPED))
+        for init, struct in _ffi.STAMPED.items():
+            self.assertIs(STRUCTS[init[:-5]], struct)
+            self.assertLess(2 * ctypes.sizeof(struct), _ffi.ROOM)
+
+    def test_other_layouts_are_refused(self):
+        path = _ffi.library_path()
+        lib = _ffi.load()
+
+        class Shorter(ctypes.Structure):
+            _fields_ = _ffi.Config._fields_[:-1]
+
+        class Longer(ctypes.Structure):
+            _fields_ = _ffi.Layer._fields_ + [("more", ctypes.c_double)]
+
+        changed = {**_ffi.STAMPED, "akv_config_init": Shorter, "akv_layer_init": Longer}
+        with self.assertRaises(ImportError) as caught:
+            _ffi.check_layout(lib, path, changed)
+        for words in (
+            f"akv_config has {ctypes.sizeof(_ffi.Config)} bytes there and {ctypes.sizeof(Shorter)} here",
+            f"akv_layer has {ctypes.sizeof(_ffi.Layer)} bytes there and {ctypes.sizeof(Longer)} here",
+            path,
+            "Install the package again",
+        ):
+            self.assertIn(words, str(caught.exception))
+        self.assertNotIn("akv_shape", str(caught.exception))
+
+    @unittest.skipUnless(shutil.which(os.environ.get("CC", "cc")), "no C compiler")
+    def test_library_that_has_grown(self):
+        """A library whose akv_config is larger, and one that lacks a function, in processes of their own."""
+        lines = ["#include <stddef.h>", '#define GROW(name, size) void name(void *p) { *(size_t *)p = size; }']
+        for init, struct in _ffi.STAMPED.items():
+            size = ctypes.sizeof(struct) + (8 if init == "akv_config_init" else 0)
+            lines.append(f"GROW({init}, {size})")
+        load = (
+            "import importlib.util as u; s = u.spec_from_file_location('f', %r); m = u.module_from_spec(s); "
+            "s.loader.exec_module(m); m.load()" % _ffi.__file__
+        )
+        for body, words in (
+            ("\n".join(lines), "does not belong to this Python package: akv_config has"),
+            ("int nothing;", "it has no function akv_"),
+        ):
+            with tempfile.TemporaryDirectory() as work:
+                source, library = os.path.join(work, "other.c"), os.path.join(work, "libother.so")
+                with open(source, "w") as f:
+                    f.write(body + "\n")
+                subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", source, "-o", library], check=True)
+                env = {**os.environ, "AKV_LIBRARY": library}
+                run = subprocess.run([sys.executable, "-c", load], env=env, capture_output=True, text=True)
+            self.assertNotEqual(run.returncode, 0)
+            self.assertIn("ImportError", run.stderr)
+            self.assertIn(words, run.stderr)
 
 
 if __name__ == "__main__":
