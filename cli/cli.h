@@ -212,6 +212,8 @@ typedef struct cli_report {
 
 /* Fills bytes, dense_bytes and budget_bytes from the layers. */
 void cli_report_sum(cli_report *report);
+/* What the layer's cache costs uncompressed; a segment that dropped tokens does not know how many there were. */
+uint64_t cli_layer_dense_bytes(const cli_report *report, const cli_layer_report *layer);
 void cli_report_print(const cli_report *report); /* on standard error */
 int cli_report_json(const cli_report *report, const char *path);
 /* The same sum for programs: "total" and one number per kind. */

@@ -37,7 +37,7 @@ static void print_layers(const cli_report *r)
             printf("  %4u  %-10s %u x %u heads, head_dim %u/%u, %u anchors, %llu + %llu residuals, %s of %s\n", i,
                    s->kind == AKV_SEGMENT_DENSE ? "dense" : "compressed", s->shape.num_kv_heads, s->shape.gqa_group,
                    s->shape.head_dim_k, s->shape.head_dim_v, s->num_anchors, (unsigned long long)s->residuals_k,
-                   (unsigned long long)s->residuals_v, cli_bytes(s->bytes.total), cli_bytes(s->dense_bytes));
+                   (unsigned long long)s->residuals_v, cli_bytes(s->bytes.total), cli_bytes(cli_layer_dense_bytes(r, l)));
     }
 }
 

@@ -44,8 +44,7 @@ static void add_bytes(akv_bytes *sum, const akv_bytes *bytes)
     }
 }
 
-/* What the layer's cache costs uncompressed; a segment that dropped tokens does not know how many there were. */
-static uint64_t layer_dense_bytes(const cli_report *r, const cli_layer_report *layer)
+uint64_t cli_layer_dense_bytes(const cli_report *r, const cli_layer_report *layer)
 {
     const akv_segment_info *s = &layer->segment;
     if (s->dense_reason != AKV_DENSE_EVICTED)
@@ -63,7 +62,7 @@ void cli_report_sum(cli_report *r)
         if (!layer->hosted)
             continue;
         r->hosted_layers++;
-        r->dense_bytes += layer_dense_bytes(r, layer);
+        r->dense_bytes += cli_layer_dense_bytes(r, layer);
         r->budget_bytes += layer->segment.budget_bytes;
         add_bytes(&r->bytes, &layer->segment.bytes);
     }
@@ -100,9 +99,10 @@ static void print_shares(const cli_report *r)
     double least = 1e30, most = 0.0;
     for (uint32_t i = 0; i < r->num_layers; i++) {
         const cli_layer_report *layer = &r->layers[i];
-        if (!layer->hosted || layer->segment.dense_bytes == 0)
+        const uint64_t dense = layer->hosted ? cli_layer_dense_bytes(r, layer) : 0;
+        if (dense == 0)
             continue;
-        const double keep = (double)layer->segment.budget_bytes / (double)layer->segment.dense_bytes / r->keep_ratio;
+        const double keep = (double)layer->segment.budget_bytes / (double)dense / r->keep_ratio;
         least = keep < least ? keep : least;
         most = keep > most ? keep : most;
     }
@@ -219,7 +219,7 @@ static cJSON *layer_json(const cli_report *r, uint32_t index)
     cJSON_AddNumberToObject(object, "num_anchors", s->num_anchors);
     put_u64(object, "residuals_k", s->residuals_k);
     put_u64(object, "residuals_v", s->residuals_v);
-    put_u64(object, "dense_bytes", layer_dense_bytes(r, layer));
+    put_u64(object, "dense_bytes", cli_layer_dense_bytes(r, layer));
     put_u64(object, "budget_bytes", s->budget_bytes);
     cJSON_AddItemToObject(object, "bytes", cli_bytes_json(&s->bytes));
     cJSON_AddNumberToObject(object, "seconds", layer->seconds);

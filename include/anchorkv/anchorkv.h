@@ -299,7 +299,8 @@ typedef struct akv_segment_info {
     akv_shape shape;
     int32_t first_position;
     int32_t last_position;
-    uint64_t dense_bytes;   /* as in akv_plan_info */
+    uint64_t dense_bytes;   /* as in akv_plan_info, for the tokens that are here: after an eviction (AKV_DENSE_EVICTED) those that
+                               were kept, since a segment does not know how many there were */
     uint64_t budget_bytes;
     akv_bytes bytes;        /* as allocated */
     uint32_t num_anchors;

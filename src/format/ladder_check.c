@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ladder_check.c - untrusted bytes in the LADDER coding: what attention reads without looking is looked at here. */
+/*
+ * ladder_check.c - untrusted bytes in the LADDER coding: what attention reads without looking is looked at here, and bits that
+ * nothing reads must be 0, so that equal contents are equal bytes.
+ */
 #include "format/segment_check.h"
 #include "core/ladder.h"
 
@@ -67,11 +70,68 @@ static akv_status check_index(const akv_segment *segment, int side, uint32_t hea
     return AKV_OK;
 }
 
-/* Levels in range, runs where the offsets say, and nothing beyond the last token. */
+/* Bits of the last byte of a row of `used` bits that lie behind them. */
+static bool slack_set(const uint8_t *row, uint64_t used)
+{
+    return used % 8 != 0 && row[used / 8] >> (used % 8) != 0;
+}
+
+/* Attention applies the units to a query that it has turned already, decoding to an anchor before it turns it: the same only when
+ * the two coordinates of a plane share their unit. */
+static akv_status check_planes(const akv_segment *segment, uint32_t head, akv_diag *diag)
+{
+    const akv_header *h = akv_header_of(segment);
+    const uint16_t *unit = akv_view_ladder(segment, AKV_SIDE_K, head).units;
+    for (uint32_t j = 0; j < h->rotary_dim / 2; j++) {
+        const uint32_t a = h->rope_style == AKV_ROPE_INTERLEAVED ? 2 * j : j,
+                       b = h->rope_style == AKV_ROPE_INTERLEAVED ? 2 * j + 1 : j + h->rotary_dim / 2;
+        if (unit[a] != unit[b])
+            return CORRUPT("key coordinates %u and %u of head %u turn together, but their units differ", a, b, head);
+    }
+    return AKV_OK;
+}
+
+/* What no token and no coordinate owns in the rows of one head. */
+static akv_status check_slack(const akv_segment *segment, int side, uint32_t head, akv_diag *diag)
+{
+    const akv_header *h = akv_header_of(segment);
+    const akv_ladder_view v = akv_view_ladder(segment, side, head);
+    if (slack_set(v.index, h->num_tokens * v.index_bits))
+        return CORRUPT("bits behind the last %s index of head %u are not zero", side_name[side], head);
+    if (slack_set(v.coeff, h->num_tokens * 4))
+        return CORRUPT("bits behind the last %s coefficient of head %u are not zero", side_name[side], head);
+    for (uint32_t p = 0; p < v.planes; p++)
+        if (slack_set(v.levels + p * v.plane_bytes, h->num_tokens))
+            return CORRUPT("the %s levels of head %u mark tokens beyond the last one", side_name[side], head);
+    for (uint32_t l = 0; l < v.num_levels; l++)
+        if (slack_set(v.tables + (uint64_t)l * akv_div_up(v.num_coords, 4), (uint64_t)v.num_coords * 2))
+            return CORRUPT("entries behind the last coordinate of %s level %u of head %u are not zero", side_name[side], l + 1, head);
+    return AKV_OK;
+}
+
+/* The 4 bytes behind the indices, which are there to be read, not to hold anything. */
+static akv_status check_index_end(const akv_segment *segment, int side, akv_diag *diag)
+{
+    const akv_section *s = &akv_header_of(segment)->sections[AKV_SEC_INDEX + side];
+    for (uint64_t at = s->offset + s->bytes - 4; at < s->offset + s->bytes; at++)
+        if (segment->blob[at] != 0)
+            return CORRUPT("the bytes behind the %s indices are not zero", side_name[side]);
+    return AKV_OK;
+}
+
+/* The half byte behind an odd number of gains, and the bits behind the last group. `bits` per residual. */
+static bool run_slack_set(const uint8_t *run, uint64_t n, uint32_t bits)
+{
+    const uint64_t full = n / AKV_GROUP_LANES, rest = n % AKV_GROUP_LANES;
+    return slack_set(run, n * 4) || slack_set(run + (n + 1) / 2 + full * (2 * (uint64_t)bits), rest * bits);
+}
+
+/* Levels in range, runs where the offsets say. */
 static akv_status check_runs(const akv_segment *segment, uint64_t residuals[AKV_SIDES], akv_diag *diag)
 {
     const akv_header *h = akv_header_of(segment);
     const uint64_t *offset = akv_section_of(segment, AKV_SEC_RANKS), blocks = akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS);
+    const uint8_t *codes = akv_section_of(segment, AKV_SEC_CODES);
     uint64_t at = 0;
     for (uint32_t head = 0; head < h->num_kv_heads; head++) {
         const akv_ladder_view view[AKV_SIDES] = {akv_view_ladder(segment, 0, head), akv_view_ladder(segment, 1, head)};
@@ -99,22 +159,23 @@ static akv_status check_runs(const akv_segment *segment, uint64_t residuals[AKV_
                                        head, l, h->num_levels);
                     count[l]++;
                 }
-                for (uint32_t l = 1; l <= h->num_levels; l++)
-                    if (count[l] != 0) {
-                        at += akv_run_bytes(count[l], bits[side][l]);
-                        residuals[side] += count[l];
-                    }
-                if (at > h->code_bytes)
-                    return CORRUPT("the codes of head %u, block %llu end beyond the section", head, (unsigned long long)block);
+                for (uint32_t l = 1; l <= h->num_levels; l++) {
+                    if (count[l] == 0)
+                        continue;
+                    const uint8_t *run = codes + at;
+                    at += akv_run_bytes(count[l], bits[side][l]);
+                    residuals[side] += count[l];
+                    if (at > h->code_bytes)
+                        return CORRUPT("the codes of head %u, block %llu end beyond the section", head,
+                                       (unsigned long long)block);
+                    if (run_slack_set(run, count[l], bits[side][l]))
+                        return CORRUPT("unused bits of the %s codes of head %u, block %llu, level %u are not zero", side_name[side],
+                                       head, (unsigned long long)block, l);
+                }
             }
-        for (int side = 0; side < AKV_SIDES; side++)
-            for (uint32_t p = 0; h->num_tokens % 8 != 0 && p < view[side].planes; p++)
-                if (view[side].levels[(p + 1) * view[side].plane_bytes - 1] >> (h->num_tokens % 8) != 0)
-                    return CORRUPT("the %s levels of head %u mark tokens beyond the last one", side_name[side], head);
     }
     if (*offset != at)
         return CORRUPT("the codes end at byte %llu, the offsets say %llu", (unsigned long long)at, (unsigned long long)*offset);
-    const uint8_t *codes = akv_section_of(segment, AKV_SEC_CODES);
     for (; at < h->code_bytes; at++)
         if (codes[at] != 0)
             return CORRUPT("byte %llu behind the last code is not zero", (unsigned long long)at);
@@ -129,8 +190,13 @@ akv_status akv_check_ladder(const akv_segment *segment, akv_diag *diag)
     AKV_TRY(check_coords(segment, diag));
     for (int side = 0; side < AKV_SIDES; side++) {
         AKV_TRY(check_numbers(segment, side, diag));
-        for (uint32_t head = 0; head < h->num_kv_heads; head++)
+        for (uint32_t head = 0; head < h->num_kv_heads; head++) {
             AKV_TRY(check_index(segment, side, head, diag));
+            AKV_TRY(check_slack(segment, side, head, diag));
+            if (side == AKV_SIDE_K)
+                AKV_TRY(check_planes(segment, head, diag));
+        }
+        AKV_TRY(check_index_end(segment, side, diag));
     }
     AKV_TRY(check_runs(segment, residuals, diag));
     for (int side = 0; side < AKV_SIDES; side++)

@@ -268,6 +268,25 @@ static void lies(void)
         akv_segment_release(out);
         memcpy(blob, saved, bytes);
     }
+    /* nothing but zeros where no token and no coordinate is: 77 tokens, 3 bits an index, 2 heads */
+    const uint64_t index_row = (77 * 3 + 7) / 8, coeff_row = 39;
+    const struct { int section; uint64_t offset; uint8_t bit; const char *word; } slack[] = {
+        {AKV_SEC_INDEX, index_row - 1, 0x80, "last key index of head 0"},
+        {AKV_SEC_INDEX + 1, 2 * index_row - 1, 0x80, "last value index of head 1"},
+        {AKV_SEC_INDEX, 2 * index_row + 3, 0x10, "behind the key indices"},
+        {AKV_SEC_INDEX + 1, 2 * index_row, 0x01, "behind the value indices"},
+        {AKV_SEC_COEFF, coeff_row - 1, 0x10, "last key coefficient of head 0"},
+        {AKV_SEC_COEFF + 1, 2 * coeff_row - 1, 0x80, "last value coefficient of head 1"},
+        {AKV_SEC_UNITS, 0, 0x01, "turn together"},
+    };
+    for (size_t i = 0; i < sizeof slack / sizeof slack[0]; i++) {
+        blob[h->sections[slack[i].section].offset + slack[i].offset] ^= slack[i].bit;
+        akv_segment *out = NULL;
+        akv_diag diag = {AKV_OK, ""};
+        CHECK_STATUS(akv_segment_open(blob, bytes, 0, NULL, &out, &diag), AKV_E_CORRUPT, &diag);
+        CHECK_MSG(strstr(diag.message, slack[i].word) != NULL, "slack %zu: \"%s\"", i, diag.message);
+        memcpy(blob, saved, bytes);
+    }
     /* a level that does not exist: all planes of token 0 set is 15 of 8 */
     const uint64_t row = (s.S + 7) / 8;
     for (int p = 0; p < 4; p++)
@@ -287,6 +306,56 @@ static void lies(void)
     akv_segment_release(segment);
 }
 
+/*
+ * Unused bits of tables and runs, wherever a draw has some: each set alone, each refused by name. The bits are found by counting
+ * levels through the reference.
+ */
+static void unused_bits(void)
+{
+    unsigned long tables = 0, gains = 0, groups = 0;
+    for (uint64_t seed = 0; seed < 30; seed++) {
+        spec s = {.name = "unused", .S = 45, .H = 2, .G = 1, .dk = 10, .dv = 14, .W = 2, .rotary = seed % 2 ? 8 : 6,
+                  .style = seed % 3 == 0 ? AKV_ROPE_INTERLEAVED : AKV_ROPE_HALF_SPLIT};
+        akv_segment *segment = random_ladder_segment(&s, 5, 0.6, seed);
+        size_t bytes;
+        uint8_t *blob = exact_copy(segment, &bytes);
+        const akv_header *h = (const akv_header *)(const void *)blob;
+        const ref_view view = ref_view_of(blob);
+        akv_segment *out = NULL;
+        akv_diag diag = {AKV_OK, ""};
+#define REFUSED(at, bit, word, counter)                                                        \
+    do {                                                                                       \
+        blob[at] ^= (uint8_t)(bit);                                                            \
+        CHECK_STATUS(akv_segment_open(blob, bytes, 0, NULL, &out, &diag), AKV_E_CORRUPT, &diag); \
+        CHECK_MSG(strstr(diag.message, word) != NULL, "\"%s\"", diag.message);                 \
+        blob[at] ^= (uint8_t)(bit);                                                            \
+        counter++;                                                                             \
+    } while (0)
+        const uint64_t *offset = (const uint64_t *)(const void *)(blob + h->sections[AKV_SEC_RANKS].offset);
+        for (uint32_t head = 0; head < 2; head++)
+            for (int side = 0; side < 2; side++, offset++) {
+                const uint32_t coords = ref_ladder_coords(&view, side), row = (coords + 3) / 4;
+                for (uint32_t l = 0; l < h->num_levels && coords % 4 != 0; l++)
+                    REFUSED(h->sections[AKV_SEC_TABLES + side].offset + ((uint64_t)head * h->num_levels + l + 1) * row - 1, 0x80,
+                            "behind the last coordinate", tables);
+                uint64_t at = h->sections[AKV_SEC_CODES].offset + *offset;
+                for (uint32_t l = 1; l <= h->num_levels; l++) {
+                    uint64_t n = 0, bits = ref_ladder_level_bits(&view, side, head, l);
+                    for (uint64_t t = 0; t < s.S; t++)
+                        n += ref_ladder_level(&view, side, head, t) == l;
+                    if (n % 2 != 0)
+                        REFUSED(at + n / 2, 0x10, "unused bits", gains);
+                    at += (n + 1) / 2 + n / 16 * 2 * bits + (n % 16 * bits + 7) / 8;
+                    if (n % 16 * bits % 8 != 0)
+                        REFUSED(at - 1, 0x80, "unused bits", groups);
+                }
+            }
+        free(blob);
+        akv_segment_release(segment);
+    }
+    CHECK_MSG(tables > 50 && gains > 50 && groups > 50, "%lu tables, %lu gains, %lu groups", tables, gains, groups);
+}
+
 /* Tables that give every coordinate 4 bits, with offsets that agree: the last run ends behind the section. */
 static void codes_beyond_the_section(void)
 {
@@ -297,6 +366,7 @@ static void codes_beyond_the_section(void)
     ref_view view = ref_view_of(blob);
     for (int side = 0; side < 2; side++)
         memset(blob + h->sections[AKV_SEC_TABLES + side].offset, 0xff, h->sections[AKV_SEC_TABLES + side].bytes);
+    memset(blob + h->sections[AKV_SEC_CODES].offset, 0, h->code_bytes);
     uint64_t *offset = (uint64_t *)(void *)(blob + h->sections[AKV_SEC_RANKS].offset), at = 0;
     CHECK(h->num_tokens <= AKV_BLOCK_TOKENS); /* one block a head: runs are counted over all tokens */
     for (uint32_t head = 0; head < h->num_kv_heads; head++)
@@ -328,6 +398,7 @@ int main(int argc, char **argv)
     TEST(random_damage);
     TEST(truncations);
     TEST(lies);
+    TEST(unused_bits);
     TEST(codes_beyond_the_section);
     return TEST_DONE();
 }
