@@ -14,6 +14,7 @@ help:
 	@echo 'make demo-large  the same with a 1.5B model (1.1 GB to fetch) and a document of TOKENS=$(TOKENS); minutes, not seconds'
 	@echo 'make check    bring what is missing, build, run all tests; the core also under ASan and UBSan'
 	@echo 'make check-python  the wheel, the transformers cache, the kvpress press; brings PyTorch (2.5 GB) into .deps/python'
+	@echo 'make check-page  the page of akv serve in headless Chromium, which it brings (100 MB to fetch)'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
 	@echo 'make fuzz     libFuzzer over files, segments and compression, T=60 seconds each (needs clang)'
@@ -30,6 +31,10 @@ build:
 
 check: deps
 	@tools/check.sh
+
+check-page:
+	@tools/deps.sh browser
+	@python3 tests/cli/test_page.py --require
 
 check-python:
 	@tools/deps.sh packages
@@ -55,4 +60,4 @@ install: build
 clean:
 	rm -rf build
 
-.PHONY: help deps build check check-python demo demo-large bench fuzz install clean
+.PHONY: help deps build check check-page check-python demo demo-large bench fuzz install clean

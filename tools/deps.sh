@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # deps.sh - bring what the build needs: Debian packages, a static libllama, a small model to test and demonstrate with.
 #
-#   tools/deps.sh [packages] [llama] [model] [venv]      no argument: the first three
+#   tools/deps.sh [packages] [llama] [model] [venv] [browser]      no argument: the first three
 #
 # Results stay in .deps/ of the checkout (git-ignored), or in the folder named by AKV_DEPS. Every step checks first and
 # does nothing when its result is there; a result appears under its final name only when it is whole, so an interrupted
@@ -70,9 +70,19 @@ missing_packages() {
     has_header editline/readline.h || echo libedit-dev # line editing in akv chat; the build goes without it too
 }
 
-step_packages() {
+# For the test of the page of akv serve; Selenium may belong to another Python than the first one found.
+missing_browser() {
+    command -v chromium >/dev/null || echo chromium
+    command -v chromedriver >/dev/null || echo chromium-driver
+    python3 -c 'import selenium' 2>/dev/null || /usr/bin/python3 -c 'import selenium' 2>/dev/null || echo python3-selenium
+}
+
+step_packages() { bring missing_packages; }
+step_browser() { bring missing_browser; }
+
+bring() { # function that names what is missing
     local missing started=$SECONDS
-    missing=$(missing_packages | tr '\n' ' ')
+    missing=$("$1" | tr '\n' ' ')
     missing=${missing% }
     if [ -z "$missing" ]; then
         say "packages: all there"
@@ -92,7 +102,7 @@ step_packages() {
             die "packages: apt-get failed; its whole output is in $log"
         }
     fi
-    missing=$(missing_packages | tr '\n' ' ')
+    missing=$("$1" | tr '\n' ' ')
     [ -z "$missing" ] || die "packages: installed, yet still not found: $missing"
     say "packages: installed in $((SECONDS - started)) s"
 }
@@ -220,7 +230,7 @@ fi
 [ $# -gt 0 ] || set -- packages llama model
 for step in "$@"; do
     case $step in
-    packages | llama | model | venv) "step_$step" ;;
-    *) die "unknown step '$step'; the steps are: packages llama model venv" ;;
+    packages | llama | model | venv | browser) "step_$step" ;;
+    *) die "unknown step '$step'; the steps are: packages llama model venv browser" ;;
     esac
 done
