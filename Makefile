@@ -15,6 +15,7 @@ help:
 	@echo 'make check    bring what is missing, build, run all tests; the core also under ASan and UBSan'
 	@echo 'make check-python  the wheel, the transformers cache, the kvpress press; brings PyTorch (2.5 GB) into .deps/python'
 	@echo 'make check-page  the page of akv serve in headless Chromium, which it brings (100 MB to fetch)'
+	@echo 'make check-compilers  other compilers, another C library, 32 bit, clang-tidy, cppcheck; tools/deps.sh compilers brings them'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
 	@echo 'make fuzz     libFuzzer over files, segments and compression, T=60 seconds each (needs clang)'
@@ -40,6 +41,9 @@ check-python:
 	@tools/deps.sh packages
 	@tools/check_python.sh
 
+check-compilers: build
+	@tools/check_compilers.sh
+
 demo: build
 	@tools/deps.sh model
 	@python3 demo/demo.py
@@ -60,4 +64,4 @@ install: build
 clean:
 	rm -rf build
 
-.PHONY: help deps build check check-page check-python demo demo-large bench fuzz install clean
+.PHONY: help deps build check check-page check-python check-compilers demo demo-large bench fuzz install clean

@@ -31,4 +31,11 @@ printf 'int akv_two(void) { return 2; }\nint other(void) { return 3; }\n' >>"$wo
 cc -shared -fPIC -o "$work/one.so" "$work/one.c"
 must_fail 'without the prefix akv_: other' "$tools/check_symbols.sh" "$work/one.so" "$work/two.h"
 
+# Targets that the library refuses, as any compiler would name them.
+core="cc -std=c11 -fsyntax-only -I$tools/../include -I$tools/../src $tools/../src/core/status.c"
+# shellcheck disable=SC2086  # a list of words
+must_fail 'AnchorKV needs a 64-bit target' $core -U__SIZEOF_POINTER__ -D__SIZEOF_POINTER__=4
+# shellcheck disable=SC2086
+must_fail 'AnchorKV needs a little-endian target' $core -U__BYTE_ORDER__ -D__BYTE_ORDER__=__ORDER_BIG_ENDIAN__
+
 echo "the checks report what they are for"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # deps.sh - bring what the build needs: Debian packages, a static libllama, a small model to test and demonstrate with.
 #
-#   tools/deps.sh [packages] [llama] [model] [venv] [browser]      no argument: the first three
+#   tools/deps.sh [packages] [llama] [model] [venv] [browser] [compilers]      no argument: the first three
 #
 # Results stay in .deps/ of the checkout (git-ignored), or in the folder named by AKV_DEPS. Every step checks first and
 # does nothing when its result is there; a result appears under its final name only when it is whole, so an interrupted
@@ -115,6 +115,17 @@ step_venv() {
             { apt-get update </dev/null >>"$deps/apt.log" 2>&1 && apt_install python3-venv >>"$deps/apt.log" 2>&1; } ||
             say "venv: apt-get failed; its output is in $deps/apt.log"
     fi
+}
+
+# For tools/check_compilers.sh. Not gcc-multilib, which Debian keeps apart from every cross compiler: gcc -m32 refuses a file
+# before it asks for a 32-bit C library.
+step_compilers() {
+    local names="clang clang-tidy cppcheck musl-tools gcc-s390x-linux-gnu"
+    [ "$(id -u)" -eq 0 ] && command -v apt-get >/dev/null || die "compilers: please install what Debian calls: $names"
+    say "compilers: apt-get install $names"
+    # shellcheck disable=SC2086  # a list of names
+    apt_install $names >"$deps/apt.log" 2>&1 || { apt-get update </dev/null && apt_install $names; } >>"$deps/apt.log" 2>&1 ||
+        die "compilers: apt-get failed; its whole output is in $deps/apt.log"
 }
 
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" </dev/null; }
@@ -230,7 +241,7 @@ fi
 [ $# -gt 0 ] || set -- packages llama model
 for step in "$@"; do
     case $step in
-    packages | llama | model | venv | browser) "step_$step" ;;
-    *) die "unknown step '$step'; the steps are: packages llama model venv browser" ;;
+    packages | llama | model | venv | browser | compilers) "step_$step" ;;
+    *) die "unknown step '$step'; the steps are: packages llama model venv browser compilers" ;;
     esac
 done

@@ -6,11 +6,24 @@
 #ifndef AKV_BASE_H
 #define AKV_BASE_H
 
+/*
+ * Sizes of caches do not fit into 32 bits, and the bytes of a segment are used where they lie. A compiler that does not tell its
+ * byte order is taken at its user's word; a file read in the wrong one is refused by its magic number.
+ */
+#if defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ < 8
+#  error "AnchorKV needs a 64-bit target: key/value caches are larger than 32-bit sizes can say"
+#endif
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#  error "AnchorKV needs a little-endian target: segments and files are little-endian and used in place"
+#endif
+
 #include "anchorkv/anchorkv.h"
 
 #include <math.h>
 #include <stdbool.h>
 #include <string.h>
+
+_Static_assert(sizeof(void *) >= 8 && sizeof(size_t) >= 8, "AnchorKV needs a 64-bit target");
 
 #if defined(__GNUC__)
 #  define AKV_PRINTF(a, b) __attribute__((format(printf, a, b)))
