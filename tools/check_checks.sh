@@ -31,6 +31,9 @@ printf 'int akv_two(void) { return 2; }\nint other(void) { return 3; }\n' >>"$wo
 cc -shared -fPIC -o "$work/one.so" "$work/one.c"
 must_fail 'without the prefix akv_: other' "$tools/check_symbols.sh" "$work/one.so" "$work/two.h"
 
+sed 's/    uint64_t seed;/    uint32_t seed;/' "$tools/../include/anchorkv/anchorkv.h" >"$work/anchorkv.h"
+must_fail '^-  32 8 uint64_t seed' python3 "$tools/abi.py" "$work/anchorkv.h"
+
 # Targets that the library refuses, as any compiler would name them.
 core="cc -std=c11 -fsyntax-only -I$tools/../include -I$tools/../src $tools/../src/core/status.c"
 # shellcheck disable=SC2086  # a list of words
