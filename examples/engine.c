@@ -145,5 +145,5 @@ int main(void)
            (double)info.dense_bytes / (double)info.bytes.total, TAIL, sqrt(error / energy), same ? "the same bits" : "DIFFERENT");
     akv_segment_release(segment);
     free(workspace);
-    return same && error < 0.04 * energy ? 0 : 1; /* measured: see docs/tutorial.md */
+    return same && error < 0.01 * energy ? 0 : 1; /* 3.4 % were measured, 10 % are allowed */
 }
