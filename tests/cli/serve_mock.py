@@ -152,7 +152,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             with mock.lock:
                 for doc in mock.documents.values():
                     mock.step(doc)
-                return self.reply(200, {"object": "list", "data": [mock.told(doc) for doc in mock.documents.values()]})
+                return self.reply(
+                    200, {"object": "list", "data": [mock.told(doc) for doc in reversed(mock.documents.values())]}
+                )
         if what == ("DELETE", "documents"):
             with mock.lock:
                 doc = mock.documents.pop(path.split("/")[-1], None)

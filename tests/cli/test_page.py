@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of `akv serve` in headless Chromium, used as a person would: test_page.py [--require] [--shots DIR]
 
-Against the stand-in of serve_mock.py, which can be made to fail in every way. Without Chromium, its driver or Selenium
-the test is skipped (exit code 77); with --require it fails then. --shots keeps pictures.
+Against the stand-in of serve_mock.py, which can be made to fail in every way; with --akv, --model and --text against the
+real server too. Without Chromium, its driver or Selenium the test is skipped (exit code 77); with --require it fails
+then. --shots keeps pictures.
 """
 
 import argparse
@@ -17,12 +18,13 @@ sys.dont_write_bytecode = True
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from browser import By, Keys, Page, webdriver  # noqa: E402
 from page_failures import Failures  # noqa: E402
+from page_real import Real  # noqa: E402
 from serve_mock import Mock, words  # noqa: E402
 
 FRESH = "The keeper of the light is Ida Fenwick. " * 400
 
 
-class Test(Failures):
+class Test(Failures, Real):
     def test_documents(self):
         p, mock = self.page, self.mock
         self.open(mock.url)
@@ -300,6 +302,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--require", action="store_true")
     parser.add_argument("--shots")
+    parser.add_argument("--akv")
+    parser.add_argument("--model")
+    parser.add_argument("--text")
     args = parser.parse_args()
     missing = [
         what
@@ -337,6 +342,9 @@ def main():
                 test.test_looks,
             ):
                 step()
+            if args.akv:
+                with open(args.text, encoding="utf-8") as file:
+                    test.test_server(args.akv, args.model, file.read()[:12000])
         finally:
             page.driver.quit()
     print(f"{test.failures} of {test.checks} checks failed" if test.failures else f"{test.checks} checks passed")
