@@ -20,8 +20,16 @@ mkdir -p "$work/tree/src/codec" "$work/tree/src/attn"
 echo '#include "attn/attend.h"' >"$work/tree/src/codec/offender.c"
 must_fail 'must not include "attn/attend.h"' "$tools/check_includes.sh" "$work/tree"
 
-printf '#define AKV_API\n\nAKV_API int akv_one(void);\n' >"$work/bare.h"
-must_fail 'akv_one has no comment' python3 "$tools/check_docs.py" "$work/bare.h"
+printf '#ifndef A\n#define A\n#define AKV_API\n\nAKV_API int akv_one(void);\n#endif\n' >"$work/bare.h"
+must_fail 'akv_one has no comment' python3 "$tools/api.py" "$work/bare.h"
+printf '#ifndef A\n/* One. */\ntypedef struct akv_one {\n    int first; /* of two */\n\n    int second;\n} akv_one;\n/* f */\nAKV_API int akv_f(void);\n#endif\n' >"$work/field.h"
+must_fail 'akv_one.second has no comment' python3 "$tools/api.py" "$work/field.h"
+must_fail 'is not what the headers say' python3 "$tools/api.py" --page "$tools/../README.md" "$tools/../include/anchorkv/anchorkv.h"
+
+printf 'See [this](nowhere.md), `src/nowhere.c` and `akv_nowhere`.\n\n    make nothing\n    akv ask --nonsense\n    akv nothing\n' >"$work/page.md"
+for finding in 'link to nowhere.md' 'src/nowhere.c is not there' 'akv_nowhere is nowhere' 'no target nothing' 'akv ask --nonsense is not' 'akv nothing is not'; do
+    must_fail "$finding" python3 "$tools/check_docs.py" "$work/page.md"
+done
 
 printf '/* One. */\nAKV_API int akv_one(void);\n/* Two. */\nAKV_API int akv_two(void);\n' >"$work/two.h"
 printf 'int akv_one(void);\nint akv_one(void) { return 1; }\n' >"$work/one.c"

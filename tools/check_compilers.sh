@@ -71,8 +71,8 @@ core_under() { # name, compiler, further options: the core and its tests
         say "$name: warnings, see above"
         exit 1
     fi
-    # Checks of the tree and of the installed library belong to the build of make check.
-    ctest --test-dir "build/$name" -E '^(tree|build)\.' -j "$jobs" --output-on-failure >"build/$name.tests" 2>&1 </dev/null || {
+    # Checks of the tree, of the installed library and from Python (of another C library) belong to the build of make check.
+    ctest --test-dir "build/$name" -E '^(tree|build)\.|^python' -j "$jobs" --output-on-failure >"build/$name.tests" 2>&1 </dev/null || {
         cat "build/$name.tests" >&2
         say "$name: tests failed"
         exit 1

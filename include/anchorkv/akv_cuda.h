@@ -6,17 +6,18 @@
  *   akv_cuda_upload(segment, device_memory, bytes, stream, &on_device, &diag);
  *   akv_cuda_workspace_bytes(&batch, &ws_bytes, &diag);                  // once per set of segments
  *   akv_cuda_plan_create(&batch, workspace, ws_bytes, stream, &plan, &diag);
- *   akv_cuda_attend(plan, &step, stream, &diag);                         // every decode step: launches kernels, nothing else
+ *   akv_cuda_attend(plan, &step, stream, &diag);                         // every decode step: launches kernels
  *
  * Rules besides those of anchorkv.h:
  *   - Device memory belongs to the caller: this library never allocates or frees any.
- *   - akv_cuda_attend neither allocates nor synchronises, and can be captured into a CUDA graph. What changes from step to
- *     step under a graph is read from device memory: queries, tails, and tail lengths through `tail_lengths`.
+ *   - akv_cuda_attend neither allocates nor synchronises, and can be captured into a CUDA graph. What changes from step
+ *     to step under a graph is read from device memory: queries, tails, and tail lengths through `tail_lengths`.
  *   - Whatever is not covered is refused with a status and a sentence. Nothing ever runs on the CPU instead.
- *   - A CUDA error (launch failure, sticky error of earlier work, out of memory) gives AKV_E_DEVICE and CUDA's own words.
+ *   - A CUDA error (launch failure, sticky error of earlier work, out of memory) gives AKV_E_DEVICE and CUDA's own
+ *     words.
  *     Errors of kernels that run later surface at the caller's synchronisation, as everywhere in CUDA.
- *   - A plan or segment handle is read-only after creation; concurrent steps of one plan on several streams would share its
- *     workspace and are the caller's fault.
+ *   - A plan or segment handle is read-only after creation; concurrent steps of one plan on several streams would share
+ *     its workspace and are the caller's fault.
  */
 #ifndef AKV_CUDA_H
 #define AKV_CUDA_H
@@ -66,9 +67,9 @@ typedef struct akv_cuda_sequence {
     const void *tail_keys;                   /* device, [H, n, d_k] post-RoPE, inner dim contiguous */
     const void *tail_values;                 /* device, [H, n, d_v] */
     int64_t tail_stride_head[2];             /* elements; keys, values */
-    int64_t tail_stride_token[2];
-    const float *tail_mask;                  /* device, [T, n] added to the logits, or NULL: causal, query t sees tail tokens
-                                                j <= n - T + t */
+    int64_t tail_stride_token[2];            /* likewise */
+    const float *tail_mask;                  /* device, [T, n] added to the logits, or NULL: causal, query t sees tail
+                                                tokens j <= n - T + t */
     int64_t tail_mask_stride;                /* elements between two queries */
 } akv_cuda_sequence;
 
@@ -80,12 +81,12 @@ typedef struct akv_cuda_batch {
     uint32_t head_dim_k;  /* even, <= 256 */
     uint32_t head_dim_v;
     uint32_t num_queries; /* T >= 1, the same for all sequences */
-    uint32_t num_sequences;
+    uint32_t num_sequences;             /* B >= 1 */
     const akv_cuda_sequence *sequences; /* host array, read during akv_cuda_plan_create only */
     const int32_t *tail_lengths;        /* device, [num_sequences], read by every step; NULL: tail_tokens */
-    akv_dtype tail_dtype;
-    akv_dtype query_dtype;
-    akv_dtype out_dtype;
+    akv_dtype tail_dtype;               /* of tail_keys and tail_values */
+    akv_dtype query_dtype;              /* of akv_cuda_step.queries */
+    akv_dtype out_dtype;                /* of akv_cuda_step.out */
     double sm_scale;
     double logit_softcap;               /* 0 = none */
 } akv_cuda_batch;
@@ -96,20 +97,21 @@ AKV_API void akv_cuda_batch_init(akv_cuda_batch *batch); /* bf16 everywhere, one
 typedef struct akv_cuda_step {
     size_t struct_size;
     const void *queries; /* [B, H*G, T, d_k] post-RoPE */
-    int64_t query_stride_sequence;
-    int64_t query_stride_head;
-    int64_t query_stride_token;
+    int64_t query_stride_sequence; /* from one sequence to the next */
+    int64_t query_stride_head;     /* from one query head to the next */
+    int64_t query_stride_token;    /* from one query to the next */
     const float *sinks;  /* [H*G] or NULL: adds exp(sink) to the softmax's denominator */
     void *out;           /* [B, H*G, T, d_v] */
-    int64_t out_stride_sequence;
-    int64_t out_stride_head;
-    int64_t out_stride_token;
+    int64_t out_stride_sequence;   /* from one sequence to the next */
+    int64_t out_stride_head;       /* from one query head to the next */
+    int64_t out_stride_token;      /* from one query to the next */
     float *state_max;    /* [B, H*G, T] contiguous, or NULL: as akv_attend_params.state_max */
     float *state_sum;
 } akv_cuda_step;
 
 AKV_API void akv_cuda_step_init(akv_cuda_step *step);
 
+/* The work of one layer and step, cut into items, for as long as its segments stay the same. */
 typedef struct akv_cuda_plan akv_cuda_plan;
 
 /* Device bytes of the workspace for this batch. Errors as akv_cuda_plan_create. */
@@ -122,8 +124,8 @@ AKV_API akv_status akv_cuda_workspace_bytes(const akv_cuda_batch *batch, size_t 
  *   stream     in   copies are enqueued here
  *
  * Segments must outlive the plan. Items depend on shapes only, so results do not depend on the device's load.
- * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED (shape, or a device older than sm_80 or with too little shared
- * memory), AKV_E_MISMATCH (a segment of another shape), AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED (shape, or a device older than sm_80 or with too little
+ * shared memory), AKV_E_MISMATCH (a segment of another shape), AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.
  */
 AKV_API akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, size_t workspace_bytes,
                                         akv_cuda_stream stream, akv_cuda_plan **out, akv_diag *diag);

@@ -24,17 +24,18 @@ extern "C" {
 
 /* The model that read the document. Fixed-width fields without padding; 96 bytes, written as they are. */
 typedef struct akv_document_model {
-    uint32_t num_layers;
-    uint32_t num_heads;
+    uint32_t num_layers;    /* all of them, with a cache or without */
+    uint32_t num_heads;     /* query heads */
     uint32_t num_kv_heads;
-    uint32_t embedding_dim;
-    uint32_t vocab_tokens;
+    uint32_t embedding_dim; /* of the residual stream */
+    uint32_t vocab_tokens;  /* token ids are below it */
     int32_t rope_type;     /* of the host engine */
-    uint64_t weight_bytes;
+    uint64_t weight_bytes;  /* of all tensors */
     uint64_t hash[2];      /* of the host's choice; equal hashes = the same model */
     char description[48];  /* UTF-8, zero-padded; for messages only */
 } akv_document_model;
 
+/* Where the cache of a layer is. */
 typedef enum akv_document_layer_kind {
     AKV_DOCUMENT_LAYER_SEGMENTS = 0, /* its cache lives in the document's segments */
     AKV_DOCUMENT_LAYER_WINDOW = 1,   /* sliding window: its cells are in the native state */
@@ -50,8 +51,8 @@ typedef struct akv_document_layer {
     uint32_t head_dim_v;
     uint32_t rotary_dim;
     uint32_t rope_style;    /* akv_rope_style */
-    uint32_t has_sinks;
-    double rope_magnitude;
+    uint32_t has_sinks;     /* nonzero: it attends with sinks */
+    double rope_magnitude;  /* as akv_rope.magnitude */
     double sm_scale;
     double logit_softcap;
     uint64_t rope_hash;     /* of inv_freq, of the host's choice */
@@ -68,19 +69,19 @@ typedef struct akv_document_property {
 /* A document taken apart. All pointers are borrowed. */
 typedef struct akv_document_parts {
     size_t struct_size;
-    akv_document_model model;
+    akv_document_model model;                /* the model that read it */
     const int32_t *tokens;                   /* [num_tokens] token ids, >= 0 */
     uint64_t num_tokens;                     /* >= 1 */
     int32_t next_position;                   /* of the first token after the document */
     uint32_t method;                         /* 0 anchor-residual coding, 1 SnapKV eviction, 2 exact */
     const akv_document_layer *layers;        /* [num_layers] */
-    uint32_t num_layers;
+    uint32_t num_layers;                     /* model.num_layers */
     uint32_t num_segments;                   /* of all layers together */
     akv_segment *const *segments;            /* [num_segments]; for writing. NULL after akv_document_get_parts */
     const akv_document_property *properties; /* [num_properties] */
-    uint32_t num_properties;
+    uint32_t num_properties;                 /* 0 is fine */
     const void *native_state;                /* the host's bytes for layers without segments, or NULL */
-    uint64_t native_state_bytes;
+    uint64_t native_state_bytes;             /* 0 is fine */
 } akv_document_parts;
 
 AKV_API void akv_document_parts_init(akv_document_parts *parts);
@@ -108,6 +109,7 @@ AKV_API uint64_t akv_document_bytes(const akv_document_parts *parts);
 
 /* ------------------------------------------------------------------------------------------------------------- read */
 
+/* A document that is open. */
 typedef struct akv_document akv_document;
 
 /*
@@ -140,27 +142,31 @@ AKV_API const char *akv_document_property_value(const akv_document *document, co
 AKV_API akv_status akv_document_open_segment(const akv_document *document, uint32_t i, int copy,
                                              const akv_allocator *allocator, akv_segment **out, akv_diag *diag);
 
+/* One section of a document, as its table says. */
 typedef struct akv_document_section_info {
     size_t struct_size;
     uint32_t type;         /* docs/format.md */
     int32_t layer;         /* -1 unless a segment */
-    uint32_t flags;
-    uint64_t offset;
-    uint64_t bytes;
-    uint64_t checksum;
+    uint32_t flags;        /* docs/format.md */
+    uint64_t offset;       /* from the start of the document */
+    uint64_t bytes;        /* its length, padding not included */
+    uint64_t checksum;     /* XXH3, 64 bits */
     const char *type_name; /* static; "unknown" for types that this reader skips */
 } akv_document_section_info;
 
+/* A document as its header says. */
 typedef struct akv_document_info {
     size_t struct_size;
-    uint16_t major;
-    uint16_t minor;
-    uint32_t num_sections;
-    uint64_t total_bytes;
+    uint16_t major;        /* of the format; a reader refuses newer ones */
+    uint16_t minor;        /* of the format; a reader takes newer ones */
+    uint32_t num_sections; /* of the table */
+    uint64_t total_bytes;  /* of the document */
 } akv_document_info;
 
 AKV_API void akv_document_info_init(akv_document_info *info);
 AKV_API void akv_document_section_info_init(akv_document_section_info *info);
+
+/* Both return AKV_OK, AKV_E_INVALID_ARGUMENT (also for i beyond the last section). */
 AKV_API akv_status akv_document_get_info(const akv_document *document, akv_document_info *out, akv_diag *diag);
 AKV_API akv_status akv_document_get_section(const akv_document *document, uint32_t i, akv_document_section_info *out,
                                             akv_diag *diag);

@@ -21,27 +21,31 @@ typedef enum akv_rank {
     AKV_RANK_RANDOM = 4
 } akv_rank;
 
+/* How a residual's gain is chosen (profile paper). */
 typedef enum akv_scale_rule {
     AKV_SCALE_ABSMAX = 0,       /* largest coordinate meets the largest level (the paper) */
     AKV_SCALE_LEAST_SQUARES = 1 /* the scale with the least squared error, found by alternating fits */
 } akv_scale_rule;
 
+/* How a residual is turned into codes (profile paper). */
 typedef enum akv_code_rule {
     AKV_CODE_ROTATED_LLOYD_MAX = 0, /* random-sign Hadamard, 4-level Lloyd-Max (the paper) */
     AKV_CODE_PLAIN_UNIFORM = 1      /* no rotation; 4 equally spaced levels between -absmax and +absmax */
 } akv_code_rule;
 
+/* Where key anchors and projections live (profile paper). */
 typedef enum akv_anchor_space {
     AKV_ANCHOR_PRE_ROPE = 0, /* the paper */
-    AKV_ANCHOR_POST_ROPE = 1
+    AKV_ANCHOR_POST_ROPE = 1 /* as the cache holds keys: an ablation */
 } akv_anchor_space;
 
+/* Every choice of a profile, to be varied one at a time. */
 typedef struct akv_experiment {
     size_t struct_size;
-    akv_rank rank;
-    akv_scale_rule scale_rule;
-    akv_code_rule code_rule;
-    akv_anchor_space anchor_space;
+    akv_rank rank;              /* profile paper, like the next six */
+    akv_scale_rule scale_rule;  /* the gain */
+    akv_code_rule code_rule;    /* the code */
+    akv_anchor_space anchor_space;/* the anchors */
     int no_random_anchors;      /* all free anchors by attention score */
     int equal_head_budgets;     /* every KV head gets the same number of residuals per side */
     int anchors_only;           /* no residuals at all; the freed budget is not used */
@@ -75,7 +79,8 @@ AKV_API void akv_experiment_init_default(akv_experiment *experiment); /* those o
  * n is the largest count whose bytes stay within the budget. The result is a dense segment of n tokens per head
  * (AKV_DENSE_EVICTED). Errors as akv_compress.
  */
-AKV_API akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag);
+AKV_API akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, akv_segment **out,
+                                    akv_diag *diag);
 
 #ifdef __cplusplus
 }

@@ -16,7 +16,8 @@
  *     caller passes an akv_diag it also holds a sentence saying what is wrong and what would be right.
  *   - On failure outputs are untouched and the caller's data stays usable.
  *   - Structs that begin with struct_size are filled by their _init function, then edited by the caller.
- *   - Strides are in elements and may be negative or zero where that makes sense; sizes are in tokens or bytes as named.
+ *   - Strides are in elements and may be negative or zero where that makes sense; sizes are in tokens or bytes,
+ *     as named.
  *   - Shapes are written [outer, ..., inner]; H = num_kv_heads, G = gqa_group, S = num_tokens.
  */
 #ifndef ANCHORKV_H
@@ -70,20 +71,20 @@ AKV_API const char *akv_status_str(akv_status status);
 
 /* Caller-owned; every `diag` parameter may be NULL. On success it is left untouched. */
 typedef struct akv_diag {
-    akv_status status;
+    akv_status status; /* what the function returned */
     char message[508]; /* zero-terminated, one sentence */
 } akv_diag;
 
-/* ---------------------------------------------------------------------------------------------------- caller's hooks */
+/* --------------------------------------------------------------------------------------------------- caller's hooks */
 
 /*
  * Memory hooks. alloc returns `bytes` bytes aligned to `align` (a power of two, at most 64) or NULL; free gets the same
  * `bytes` back. Both may be called from executor threads at once. NULL hooks mean libc.
  */
 typedef struct akv_allocator {
-    void *opaque;
-    void *(*alloc)(void *opaque, size_t bytes, size_t align);
-    void (*free)(void *opaque, void *ptr, size_t bytes);
+    void *opaque;                                             /* handed to every call */
+    void *(*alloc)(void *opaque, size_t bytes, size_t align); /* NULL when there is no memory */
+    void (*free)(void *opaque, void *ptr, size_t bytes);      /* never called with NULL */
 } akv_allocator;
 
 /*
@@ -93,6 +94,7 @@ typedef struct akv_allocator {
  */
 typedef struct akv_executor {
     void *opaque;
+    /* returns when fn has returned for every task */
     void (*parallel_for)(void *opaque, void (*fn)(void *arg, size_t task), void *arg, size_t num_tasks);
     uint32_t max_workers; /* how many tasks may run at once, >= 1; bounds scratch memory */
 } akv_executor;
@@ -103,19 +105,20 @@ AKV_API akv_status akv_threads_create(uint32_t num_threads, akv_threads **out, a
 AKV_API const akv_executor *akv_threads_executor(akv_threads *threads);
 AKV_API void akv_threads_destroy(akv_threads *threads); /* NULL is fine */
 
-/* ------------------------------------------------------------------------------------------------------ tensor views */
+/* ----------------------------------------------------------------------------------------------------- tensor views */
 
+/* Number types of tensors: IEEE binary32, IEEE binary16, and the upper half of a binary32. */
 typedef enum akv_dtype { AKV_F32 = 0, AKV_F16 = 1, AKV_BF16 = 2 } akv_dtype;
 
 /*
  * A borrowed view of a [head, token, dim] tensor. Strides in elements. Alignment of the element type is enough.
  */
 typedef struct akv_tensor {
-    const void *data;
-    akv_dtype dtype;
-    int64_t stride_head;
-    int64_t stride_token;
-    int64_t stride_dim;
+    const void *data;     /* of element [0, 0, 0]; NULL where a tensor may be left out */
+    akv_dtype dtype;      /* of its elements */
+    int64_t stride_head;  /* elements from one head to the next */
+    int64_t stride_token; /* from one token to the next */
+    int64_t stride_dim;   /* from one coordinate to the next */
 } akv_tensor;
 
 /* Contiguous [heads, tokens, dim]. */
@@ -133,23 +136,25 @@ typedef enum akv_rope_style {
  */
 typedef struct akv_rope {
     uint32_t rotary_dim;    /* even, <= head_dim_k; 0 = keys carry no rotation */
-    akv_rope_style style;
+    akv_rope_style style;   /* which two coordinates a plane turns */
     double magnitude;       /* > 0 */
     const double *inv_freq; /* [rotary_dim / 2], radians per position; borrowed during the call */
 } akv_rope;
 
-/* ------------------------------------------------------------------------------------------------- planning and bytes */
+/* ----------------------------------------------------------------------------------------------- planning and bytes */
 
 typedef enum akv_profile {
     AKV_PROFILE_PAPER = 1,  /* the paper's method, byte for byte: docs/method.md */
-    AKV_PROFILE_DEFAULT = 2 /* our codec on the same frame: more and cheaper anchors, a basis per head, a ladder of levels */
+    AKV_PROFILE_DEFAULT = 2 /* our codec on the same frame: more and cheaper anchors, a basis per head, a ladder of
+                               levels */
 } akv_profile;
 
 struct akv_experiment; /* akv_experimental.h */
 
+/* How to compress one layer. */
 typedef struct akv_config {
     size_t struct_size;
-    akv_profile profile;
+    akv_profile profile;   /* the method and its choices */
     double keep_ratio;     /* theta in (0, 1]: stored bytes / dense 16-bit bytes, everything counted. 1 = keep dense */
     uint64_t budget_bytes; /* for this layer; 0 = derive from keep_ratio, else it replaces keep_ratio */
     uint64_t seed;         /* of the random anchors and sign flips; same input and seed, same bytes */
@@ -193,7 +198,7 @@ typedef enum akv_dense_reason {
 
 /* Bytes by kind. The sum over all fields is total_bytes: headers, padding and the runtime object included. */
 typedef struct akv_bytes {
-    uint64_t total;
+    uint64_t total;        /* the sum of all below */
     uint64_t object;       /* the in-memory object around the canonical bytes (not written to files) */
     uint64_t header;       /* segment header, RoPE table, section padding */
     uint64_t anchors;      /* anchor vectors of both sides */
@@ -206,17 +211,18 @@ typedef struct akv_bytes {
     uint64_t dense;        /* key and value payload of a dense segment */
 } akv_bytes;
 
+/* What a segment will cost, before it is made. */
 typedef struct akv_plan_info {
     size_t struct_size;
-    akv_segment_kind kind;
-    akv_dense_reason dense_reason;
+    akv_segment_kind kind;  /* compressed, or dense where that is no larger */
+    akv_dense_reason dense_reason; /* why, when kind is dense */
     uint64_t dense_bytes;   /* H * S * (d_k + d_v) * 2: what the cache costs uncompressed in 16 bit */
     uint64_t budget_bytes;  /* what the segment may cost */
     akv_bytes bytes;        /* what it will cost: bytes.total <= budget_bytes when kind is compressed */
     uint32_t num_anchors;   /* k, per KV head */
     uint64_t residuals_k;   /* residual slots of the key side, all heads together; 0 for profile default, which decides
                                them by the data */
-    uint64_t residuals_v;
+    uint64_t residuals_v;   /* of the value side */
     uint64_t min_bytes;     /* the smallest feasible budget for this shape */
     double min_keep_ratio;  /* the same as a keep ratio */
 } akv_plan_info;
@@ -227,10 +233,12 @@ AKV_API void akv_plan_info_init(akv_plan_info *info);
  * akv_plan() - exact bytes of a segment before making it. No data needed, no allocation.
  *
  *   shape, config  in   see above
- *   out            out  filled on AKV_OK; on AKV_E_INFEASIBLE dense_bytes, budget_bytes, min_bytes and min_keep_ratio are filled
+ *   out            out  filled on AKV_OK; on AKV_E_INFEASIBLE dense_bytes, budget_bytes, min_bytes and min_keep_ratio
+ *                       are filled
  *
- * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED, AKV_E_INFEASIBLE (the message names the smallest keep ratio).
- * Error class: exact - akv_compress allocates exactly bytes.total. Threads: any. Method: docs/method.md "bytes".
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED, AKV_E_INFEASIBLE (the message names the smallest keep
+ * ratio). Error class: exact - akv_compress allocates exactly bytes.total. Threads: any. Method: docs/method.md
+ * "bytes".
  */
 AKV_API akv_status akv_plan(const akv_shape *shape, const akv_config *config, akv_plan_info *out, akv_diag *diag);
 
@@ -242,19 +250,19 @@ AKV_API akv_status akv_plan(const akv_shape *shape, const akv_config *config, ak
  */
 typedef struct akv_layer {
     size_t struct_size;
-    akv_shape shape;
+    akv_shape shape;          /* of the tensors below; dtype and has_positions are found from the data */
     int32_t layer_index;      /* for messages, and mixed into the seed; any value */
     akv_tensor keys;          /* [H, S, d_k] post-RoPE */
     akv_tensor values;        /* [H, S, d_v] */
     akv_tensor queries;       /* [H*G, W, d_k] post-RoPE queries of the last W tokens (W = shape.num_queries; only the
                                  last min(W, S) rows are read, NULL data is fine when S <= W) */
-    akv_tensor sampled;       /* [H*G, M, d_k] further post-RoPE queries of the prompt, or NULL data; they weight the key
-                                 coordinates (profile default) */
+    akv_tensor sampled;       /* [H*G, M, d_k] further post-RoPE queries of the prompt, or NULL data; they weight the
+                                 key coordinates (profile default) */
     uint32_t num_sampled;     /* M; 0 = none */
     const int32_t *sampled_positions; /* [M] where each was asked; needed when num_sampled > 0 */
     const int32_t *positions; /* [S], strictly increasing, or NULL: first_position, first_position + 1, ... */
-    int32_t first_position;
-    akv_rope rope;
+    int32_t first_position;   /* of token 0, when positions is NULL */
+    akv_rope rope;            /* how keys and queries were rotated */
     double sm_scale;          /* softmax scale, usually 1/sqrt(d_k) */
     double logit_softcap;     /* 0 = none, else c: logit = c * tanh(logit / c) */
 } akv_layer;
@@ -291,17 +299,18 @@ AKV_API akv_status akv_segment_create_dense(const akv_layer *layer, const akv_co
 AKV_API akv_segment *akv_segment_retain(akv_segment *segment);
 AKV_API void akv_segment_release(akv_segment *segment);
 
+/* What a segment is and what it costs. */
 typedef struct akv_segment_info {
     size_t struct_size;
-    akv_segment_kind kind;
+    akv_segment_kind kind;  /* compressed or dense */
     akv_dense_reason dense_reason;
     uint32_t profile;       /* akv_profile; 0 for dense */
-    akv_shape shape;
-    int32_t first_position;
-    int32_t last_position;
-    uint64_t dense_bytes;   /* as in akv_plan_info, for the tokens that are here: after an eviction (AKV_DENSE_EVICTED) those that
-                               were kept, since a segment does not know how many there were */
-    uint64_t budget_bytes;
+    akv_shape shape;        /* of the tokens it holds */
+    int32_t first_position; /* of its first token */
+    int32_t last_position;  /* of its last token */
+    uint64_t dense_bytes;   /* as in akv_plan_info, for the tokens that are here: after an eviction (AKV_DENSE_EVICTED)
+                               those that were kept, since a segment does not know how many there were */
+    uint64_t budget_bytes;  /* what it was allowed to cost */
     akv_bytes bytes;        /* as allocated */
     uint32_t num_anchors;
     uint64_t residuals_k;
@@ -313,6 +322,8 @@ typedef struct akv_segment_info {
 } akv_segment_info;
 
 AKV_API void akv_segment_info_init(akv_segment_info *info);
+
+/* Returns AKV_OK, AKV_E_INVALID_ARGUMENT. Threads: concurrent calls are fine. */
 AKV_API akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *out, akv_diag *diag);
 
 /*
@@ -331,34 +342,36 @@ AKV_API akv_status akv_segment_open(const void *data, size_t bytes, int copy, co
                                     akv_segment **out, akv_diag *diag);
 
 /*
- * akv_segment_decode() - reconstruct tokens [tok0, tok0 + n) of one KV head, for tests and tools (attention never does).
+ * akv_segment_decode() - reconstruct tokens [tok0, tok0 + n) of one KV head, for tests and tools (attention never
+ * does).
  *
  *   keys    out  [n, head_dim_k] f32, contiguous, post-RoPE; NULL to skip
  *   values  out  [n, head_dim_v] f32, contiguous; NULL to skip
  *
  * n == 0 is a no-op. Returns AKV_OK, AKV_E_INVALID_ARGUMENT. Threads: concurrent calls are fine. No allocation.
  */
-AKV_API akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n, float *keys,
-                                      float *values, akv_diag *diag);
+AKV_API akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n,
+                                      float *keys, float *values, akv_diag *diag);
 
 /* -------------------------------------------------------------------------------------------- smaller, or shorter */
 
+/* What making a segment smaller costs and loses. */
 typedef struct akv_retarget_info {
     size_t struct_size;
-    uint64_t budget_bytes;
+    uint64_t budget_bytes; /* what the result may cost */
     uint64_t min_bytes;  /* the smallest budget for this segment: nothing but its fixed part */
     akv_bytes bytes;     /* what the result costs: bytes.total <= budget_bytes */
     double lost_k;       /* share of the energy of the stored residuals that is gone, keys and values, 0..1: by
                             akv_segment_retarget only; an estimate from the gains for profile paper */
-    double lost_v;
+    double lost_v;       /* likewise of the values */
 } akv_retarget_info;
 
 AKV_API void akv_retarget_info_init(akv_retarget_info *info);
 
 /*
- * akv_segment_retarget() - a compressed segment -> a smaller one, without the model: residuals get fewer bits or go. Tokens,
- * positions and anchors stay. Utilities are not stored, so the order of dropping is inferred from the levels: the result is
- * worse than compressing anew for the same bytes (docs/sessions.md has figures).
+ * akv_segment_retarget() - a compressed segment -> a smaller one, without the model: residuals get fewer bits or go.
+ * Tokens, positions and anchors stay. Utilities are not stored, so the order of dropping is inferred from the levels:
+ * the result is worse than compressing anew for the same bytes (docs/sessions.md has figures).
  *
  *   segment       in   stays as it is
  *   budget_bytes  in   of the result, the in-memory object included
@@ -366,8 +379,8 @@ AKV_API void akv_retarget_info_init(akv_retarget_info *info);
  *   out           out  a segment with one reference: the same one (retained) when it fits already
  *   info          out  may be NULL
  *
- * Deterministic. Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_INFEASIBLE (info, if given, has min_bytes), AKV_E_UNSUPPORTED (a
- * dense segment that does not fit), AKV_E_NO_MEMORY. Threads: concurrent calls are fine.
+ * Deterministic. Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_INFEASIBLE (info, if given, has min_bytes),
+ * AKV_E_UNSUPPORTED (a dense segment that does not fit), AKV_E_NO_MEMORY. Threads: concurrent calls are fine.
  */
 AKV_API akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config,
                                         akv_segment **out, akv_retarget_info *info, akv_diag *diag);
@@ -377,15 +390,17 @@ AKV_API akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_
                                              akv_diag *diag);
 
 /*
- * akv_segment_cut() - the first num_tokens tokens as a segment of their own: they decode to the same keys and values, bit by bit.
- * Anchors that none of them uses go. out: the same segment, retained, when num_tokens is all of it. config as above.
- * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (0 tokens, or more than there are), AKV_E_UNSUPPORTED (profile paper, whose tokens may lean
- * on later anchors; a segment after an eviction; a dense one with gaps between positions), AKV_E_NO_MEMORY.
+ * akv_segment_cut() - the first num_tokens tokens as a segment of their own: they decode to the same keys and values,
+ * bit by bit. Anchors that none of them uses go. out: the same segment, retained, when num_tokens is all of it. config
+ * as above.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (0 tokens, or more than there are), AKV_E_UNSUPPORTED (profile paper, whose
+ * tokens may lean on later anchors; a segment after an eviction; a dense one with gaps between positions),
+ * AKV_E_NO_MEMORY.
  */
-AKV_API akv_status akv_segment_cut(akv_segment *segment, uint64_t num_tokens, const akv_config *config, akv_segment **out,
-                                   akv_diag *diag);
+AKV_API akv_status akv_segment_cut(akv_segment *segment, uint64_t num_tokens, const akv_config *config,
+                                   akv_segment **out, akv_diag *diag);
 
-/* ------------------------------------------------------------------------------------------------------------ attend */
+/* ----------------------------------------------------------------------------------------------------------- attend */
 
 /*
  * One attention step of one layer: num_queries query tokens over compressed segments (all of whose tokens precede
@@ -403,7 +418,7 @@ typedef struct akv_attend_params {
     uint32_t head_dim_v;
     uint32_t num_queries;             /* T >= 1 */
     akv_tensor queries;               /* [H*G, T, d_k] post-RoPE */
-    const akv_segment *const *segments;
+    const akv_segment *const *segments; /* [num_segments], in any order */
     uint32_t num_segments;            /* 0 is fine */
     uint64_t tail_tokens;             /* n, 0 is fine */
     akv_tensor tail_keys;             /* [H, n, d_k] post-RoPE */
@@ -414,21 +429,22 @@ typedef struct akv_attend_params {
     double logit_softcap;             /* 0 = none */
     const float *sinks;               /* [H*G] or NULL */
     float *out;                       /* [H*G, T, d_v] with the two strides below, inner dim contiguous */
-    int64_t out_stride_head;
-    int64_t out_stride_token;
-    float *state_max;                 /* [H*G, T] contiguous or NULL: largest logit (natural log), -inf if no token visible */
+    int64_t out_stride_head;          /* floats from one query head to the next */
+    int64_t out_stride_token;         /* floats from one query to the next */
+    float *state_max;                 /* [H*G, T] contiguous or NULL: largest logit (natural log), -inf if no token
+                                         visible */
     float *state_sum;                 /* [H*G, T] contiguous or NULL: sum of exp(logit - max), sinks included */
     const akv_executor *executor;     /* NULL = serial */
-    const int64_t *segment_shifts;    /* [num_segments] or NULL: how many positions further on than it was made for each segment
-                                         stands, exactly: the queries are turned back by as much */
+    const int64_t *segment_shifts;    /* [num_segments] or NULL: how many positions further on than it was made for each
+                                         segment stands, exactly: the queries are turned back by as much */
     const akv_rope *rope;             /* of the keys; needed when a shift is not 0, else not read */
 } akv_attend_params;
 
 AKV_API void akv_attend_params_init(akv_attend_params *params);
 
 /*
- * akv_attend_workspace_bytes() - scratch that akv_attend needs for these params (only shapes, segments and the executor's
- * max_workers are read, not tensor data). The workspace must be 64-byte aligned.
+ * akv_attend_workspace_bytes() - scratch that akv_attend needs for these params (only shapes, segments and the
+ * executor's max_workers are read, not tensor data). The workspace must be 64-byte aligned.
  */
 AKV_API akv_status akv_attend_workspace_bytes(const akv_attend_params *params, size_t *bytes, akv_diag *diag);
 
