@@ -5,9 +5,9 @@
     AKV_LIBRARY=.../libanchorkv.so PYTHONPATH=python bench/quality/calibrate.py --model MODEL.gguf --text TEXT.txt \\
         --ctx 27000 --pieces 1 --contexts 1 --out out/shares.json
 
-What `akv calibrate` does on llama.cpp, for models that want a GPU: while the model goes on from the exact cache, every layer
-attends with the same queries to compressed caches too; kept is the relative squared error of its output. It goes on with
-plain text (--pieces) and with questions and their answers (--contexts); both kinds count alike. Seed 1 for shares; figures
+What `akv calibrate` and `python -m anchorkv.bench calibrate` do, for models that want a GPU: while the model goes on
+from the exact cache, every layer attends with the same queries to compressed caches too; kept is the relative squared
+error of its output. It goes on with plain text (--pieces) and with questions and their answers (--contexts); both kinds count alike. Seed 1 for shares; figures
 are reported on other text. Methods of eval_model.py take the file as "shares".
 """
 
@@ -21,8 +21,8 @@ import time
 import numpy as np
 import torch
 
-import shares
 import tasks
+from anchorkv import shares
 from eval_model import CONTINUATION, SAMPLED, SNAPKV_WINDOW, Pipeline
 from model import STATE, Model
 from workers import Workers

@@ -25,8 +25,8 @@ import torch
 import anchorkv
 import rotated
 import scoring
-import shares
 import tasks
+from anchorkv import shares
 from model import Model
 from workers import SharedFile, Workers, view
 
@@ -121,7 +121,8 @@ class Pipeline:
         window = SNAPKV_WINDOW if spec["kind"] == "snapkv" else WINDOW
         split = [1.0] * m.num_layers
         if spec.get("shares"):
-            split = shares.mixed(shares.solve(*shares.load(spec["shares"]), 1 / factor), strength)
+            measured = shares.LayerErrors.load(spec["shares"])
+            split = shares.mixed(shares.solve(measured.ratios, measured.errors, 1 / factor), strength)
         futures = []
         for i, a in enumerate(arrays):
             options = {

@@ -6,7 +6,6 @@ import re
 import unittest
 
 import scoring
-import shares
 import tasks
 
 PROSE = " ".join(f"Sentence number {i} speaks of nothing in particular." for i in range(20000))
@@ -130,25 +129,6 @@ class ScoringTest(unittest.TestCase):
         self.assertTrue(low < scoring.mean(mine["a"]) < high)
         # Binomial: sd 0.079 for 40 draws, so the 90 % range is about 0.26 wide.
         self.assertTrue(0.15 < high - low < 0.40)
-
-
-class SharesTest(unittest.TestCase):
-    def test_known_optimum(self):
-        """errors c * ratio^fall are least in sum at shares ~ c^(1 / (1 + fall)), as tests/host/shares.c checks of the C solver."""
-        ratios, c = [4.0, 8.0, 16.0, 32.0], [1e-3, 1e-3, 4e-3, 2.5e-4, 8e-3]
-        errors = [[x * (r / 10) ** 1.8 for x in c] for r in ratios]
-        best = [x ** (1 / 2.8) for x in c]
-        for rows in (slice(0, 4), slice(1, 2)):
-            found = shares.solve(ratios[rows], errors[rows], 0.1)
-            for mine, wanted in zip(found, best):
-                self.assertAlmostEqual(mine, wanted / sum(best) * len(best), delta=0.03 * mine)
-
-    def test_bounds(self):
-        found = shares.solve([4, 8], [[0.0, None, 0.5], [0.0, None, 0.9]], 0.05)
-        self.assertEqual(found[1], 1.0)
-        self.assertAlmostEqual((found[0] + found[2]) / 2, 1.0)
-        self.assertGreater(found[0], 0.05)
-        self.assertAlmostEqual(shares.mixed(found, 0.5)[0], (1 + found[0]) / 2)
 
 
 if __name__ == "__main__":

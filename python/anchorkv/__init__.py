@@ -5,6 +5,10 @@ AnchorKVCache (transformers) and AnchorKVPress (kvpress) are loaded when first a
 numpy alone.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from .attention import Threads, attend
 from .codec import AkvError, Segment, compress, experiment, inv_freq, map_layers, plan, version
 
@@ -24,7 +28,12 @@ __all__ = [
 ]
 
 
-def __getattr__(name):
+if TYPE_CHECKING:
+    from .press import AnchorKVPress
+    from .transformers_cache import AnchorKVCache
+
+
+def __getattr__(name: str) -> Any:
     if name == "AnchorKVCache":
         from .transformers_cache import AnchorKVCache
 

@@ -6,15 +6,19 @@ test_ffi.py asks a C compiler for the offset and size of every field.
 ctypes releases the interpreter lock during every call, so layers can be compressed on several Python threads.
 """
 
+from __future__ import annotations
+
 import ctypes as C
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 F32, F16, BF16 = 0, 1, 2
 ROPE_STYLES = {"half_split": 0, "interleaved": 1}
 PROFILES = {"paper": 1, "default": 2}
 SEGMENT_KINDS = {0: "dense", 1: "compressed"}
-DENSE_REASONS = {0: None, 1: "requested", 2: "fits", 3: "within window", 4: "evicted"}
+DENSE_REASONS: dict[int, str | None] = {0: None, 1: "requested", 2: "fits", 3: "within window", 4: "evicted"}
 RANKS = {"utility": 0, "cosine": 1, "norm": 2, "attention": 3, "random": 4}
 SCALE_RULES = {"absmax": 0, "least_squares": 1}
 CODE_RULES = {"rotated_lloyd_max": 0, "plain_uniform": 1}
@@ -266,7 +270,7 @@ class DocumentParts(C.Structure):
 DocumentWrite = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_size_t, C.POINTER(Diag))
 
 
-def library_path():
+def library_path() -> str:
     """AKV_LIBRARY when set, else the library beside this package."""
     given = os.environ.get("AKV_LIBRARY")
     if given:
@@ -277,7 +281,7 @@ def library_path():
 
 # Every struct that the library stamps with its own size, and who writes the stamp. The others are parts of these, but
 # for Diag, DocumentLayer and DocumentProperty, which only test_ffi.py compares.
-STAMPED = {
+STAMPED: dict[str, type[C.Structure]] = {
     "akv_experiment_init": Experiment,
     "akv_config_init": Config,
     "akv_shape_init": Shape,
@@ -290,14 +294,14 @@ STAMPED = {
 ROOM = 4096  # for a struct that has grown: its _init writes as much as the library thinks it has
 
 
-def misfit(path, what):
+def misfit(path: str, what: str) -> ImportError:
     return ImportError(
         f"the AnchorKV library {path!r} does not belong to this Python package: {what}. Install the package again, or "
         "point AKV_LIBRARY to a library built from the same sources"
     )
 
 
-def function_of(lib, path, name):
+def function_of(lib: C.CDLL, path: str, name: str) -> Any:
     """A function object of its own; what it is told of types is not seen by others."""
     try:
         return lib[name]
@@ -305,8 +309,8 @@ def function_of(lib, path, name):
         raise misfit(path, f"it has no function {name}") from None
 
 
-def check_layout(lib, path, stamped=STAMPED):
-    """ImportError when the library's structs have other sizes than those above: fields would be read from wrong places."""
+def check_layout(lib: C.CDLL, path: str, stamped: Mapping[str, type[C.Structure]] = STAMPED) -> None:
+    """ImportError when the library's structs have other sizes than those above: fields would be misread."""
     memory = (C.c_uint64 * (ROOM // 8))()
     wrong = []
     for init, struct in stamped.items():
@@ -319,7 +323,7 @@ def check_layout(lib, path, stamped=STAMPED):
         raise misfit(path, "; ".join(wrong))
 
 
-def load():
+def load() -> C.CDLL:
     path = library_path()
     try:
         lib = C.CDLL(path)

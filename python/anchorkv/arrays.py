@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of any library as views that the C library reads in place: pointer, dtype, strides. Nothing is copied."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
 import numpy as np
 
 from . import _ffi
@@ -10,23 +15,34 @@ _NUMPY = {"float32": _ffi.F32, "float16": _ffi.F16, "uint16": _ffi.BF16, "bfloat
 _TORCH = {"torch.float32": _ffi.F32, "torch.float16": _ffi.F16, "torch.bfloat16": _ffi.BF16}
 
 
+class Array(Protocol):
+    """What is read: a torch tensor, a numpy array, any other DLPack exporter; in host memory."""
+
+    @property
+    def shape(self) -> Any: ...
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class View:
     """A [heads, tokens, dim] array: `tensor` for the C library, `shape`, and `keep`, whoever owns the memory."""
 
     __slots__ = ("tensor", "shape", "keep")
 
-    def __init__(self, pointer, dtype, shape, strides, keep):
+    def __init__(
+        self, pointer: int, dtype: int, shape: Iterable[int], strides: Iterable[int], keep: object
+    ) -> None:
         self.tensor = _ffi.Tensor(pointer, dtype, *strides)
         self.shape, self.keep = tuple(shape), keep
 
 
-def is_torch(x):
+def is_torch(x: object) -> bool:
     return type(x).__module__.split(".")[0] == "torch" or any(
         t.__module__ == "torch" and t.__name__ == "Tensor" for t in type(x).__mro__
     )
 
 
-def view(x, name):
+def view(x: Any, name: str) -> View:
     """View of a torch tensor, numpy array or DLPack exporter of 3 dimensions in host memory."""
     if is_torch(x):
         if x.device.type != "cpu":
@@ -56,6 +72,6 @@ def view(x, name):
     return View(x.ctypes.data, _NUMPY[x.dtype.name], x.shape, (s // x.itemsize for s in x.strides), x)
 
 
-def _three(dimensions, name):
+def _three(dimensions: int, name: str) -> None:
     if dimensions != 3:
         raise ValueError(f"{name} has {dimensions} dimensions; [heads, tokens, dim] is wanted")

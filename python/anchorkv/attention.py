@@ -1,60 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over compressed segments and a dense tail (akv_attend), and the library's thread pool."""
 
+from __future__ import annotations
+
 import ctypes as C
 import threading
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from . import _ffi
-from .arrays import view
-from .codec import _check, _lib
+from .arrays import Array, view
+from .codec import Segment, _check, _lib
+
+Output = TypeVar("Output", bound=Array)
 
 
 class Threads:
     """The library's own pool; one call at a time uses it, later ones wait."""
 
-    def __init__(self, count):
+    def __init__(self, count: int) -> None:
         if count < 1:
             raise ValueError(f"{count} threads asked for; at least 1 is needed")
         self._pool, self.count, self.lock = C.c_void_p(), count, threading.Lock()
         diag = _ffi.Diag()
         _check(_lib.akv_threads_create(count, C.byref(self._pool), C.byref(diag)), diag)
-        self.executor = _lib.akv_threads_executor(self._pool)
+        self.executor: int = _lib.akv_threads_executor(self._pool)
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: object) -> Threads:
         return self  # copies of what uses it share it
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "_pool", None):
             _lib.akv_threads_destroy(self._pool)
-            self._pool = None
+            self._pool = C.c_void_p()
 
 
 _local = threading.local()
 
 
-def _workspace(size):
+def _workspace(size: int) -> int:
     """64-byte aligned scratch of this Python thread, kept between calls."""
     held = getattr(_local, "memory", None)
     if held is None or held.nbytes < size + 64:
         held = _local.memory = np.empty(size + size // 4 + 64, np.uint8)
-    return (held.ctypes.data + 63) & ~63
+    return int(held.ctypes.data + 63) & ~63
 
 
 def attend(
-    queries,
-    segments,
-    tail_keys=None,
-    tail_values=None,
+    queries: Array,
+    segments: Sequence[Segment],
+    tail_keys: Array | None = None,
+    tail_values: Array | None = None,
     *,
-    out,
-    mask=None,
-    sm_scale=None,
-    logit_softcap=0.0,
-    sinks=None,
-    threads=None,
-):
+    out: Output,
+    mask: Any = None,
+    sm_scale: float | None = None,
+    logit_softcap: float | None = 0.0,
+    sinks: Any = None,
+    threads: Threads | None = None,
+) -> Output:
     """Softmax attention of `queries` [H*G, T, d] over segments and tail, written to `out`; nothing is copied.
 
     segments     list of Segment, all of whose tokens precede every query
@@ -69,7 +75,7 @@ def attend(
     _lib.akv_attend_params_init(C.byref(p))
     if segments:
         heads, d_v = segments[0].num_kv_heads, segments[0].head_dim_v
-    elif tail_keys is not None:
+    elif tail_keys is not None and tail_values is not None:
         heads, d_v = tail_keys.shape[0], tail_values.shape[2]
     else:
         raise ValueError("there is nothing to attend to: give segments, a tail, or both")

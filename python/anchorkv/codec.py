@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compress and decode one layer's keys and values with the C library; arrays in, arrays out."""
 
+from __future__ import annotations
+
 import concurrent.futures
 import ctypes as C
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from . import _ffi
-from .arrays import view
+from .arrays import Array, view
+
+Profile = Literal["default", "paper"]
+Method = Literal["anchorkv", "snapkv", "dense"]
+Floats = NDArray[np.float32]
+In = TypeVar("In")
+Out = TypeVar("Out")
 
 _lib = _ffi.load()
 
@@ -15,32 +26,33 @@ _lib = _ffi.load()
 class AkvError(RuntimeError):
     """A call of the library failed; `status` is the akv_status, `name` its text."""
 
-    def __init__(self, status, message):
+    def __init__(self, status: int, message: str) -> None:
         self.status = status
-        self.name = _lib.akv_status_str(status).decode()
+        self.name: str = _lib.akv_status_str(status).decode()
         super().__init__(f"{self.name}: {message}" if message else self.name)
 
 
-def version():
-    return _lib.akv_version().decode()
+def version() -> str:
+    """Of the library."""
+    return str(_lib.akv_version().decode())
 
 
-def _check(status, diag):
+def _check(status: int, diag: _ffi.Diag) -> None:
     if status != 0:
         raise AkvError(status, diag.message.decode(errors="replace"))
 
 
-def inv_freq(rope_theta, rotary_dim):
+def inv_freq(rope_theta: float, rotary_dim: int) -> NDArray[np.float64]:
     """Radians per position of each plane, unscaled rotary embedding."""
-    return rope_theta ** (-np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
+    return np.power(rope_theta, -np.arange(0, rotary_dim, 2, dtype=np.float64) / rotary_dim)
 
 
-def experiment(profile="default", **overrides):
+def experiment(profile: Profile = "default", **overrides: Any) -> _ffi.Experiment:
     """akv_experiment of a profile with fields replaced; enumerations by name, level_bits as a list."""
     x = _ffi.Experiment()
     (_lib.akv_experiment_init_default if profile == "default" else _lib.akv_experiment_init)(C.byref(x))
-    names = {name for name, _ in _ffi.Experiment._fields_} - {"struct_size", "num_levels"}
-    enums = {
+    names = {field[0] for field in _ffi.Experiment._fields_} - {"struct_size", "num_levels"}
+    enums: dict[str, dict[str, int]] = {
         "rank": _ffi.RANKS,
         "scale_rule": _ffi.SCALE_RULES,
         "code_rule": _ffi.CODE_RULES,
@@ -62,35 +74,35 @@ def experiment(profile="default", **overrides):
 class Segment:
     """A compressed (or dense, or evicted) stretch of one layer."""
 
-    def __init__(self, handle):
+    def __init__(self, handle: int | None) -> None:
         self._handle = handle
         info = self._info()
-        self.nbytes = info.bytes.total
+        self.nbytes: int = info.bytes.total
         self.num_kv_heads, self.num_tokens = info.shape.num_kv_heads, info.shape.num_tokens
         self.head_dim_k, self.head_dim_v = info.shape.head_dim_k, info.shape.head_dim_v
 
-    def __copy__(self):
+    def __copy__(self) -> Segment:
         """Segments never change: a copy is one more reference."""
         return Segment(_lib.akv_segment_retain(self.handle))
 
-    def __deepcopy__(self, memo):
+    def __deepcopy__(self, memo: object) -> Segment:
         return self.__copy__()
 
-    def close(self):
+    def close(self) -> None:
         if self._handle:
             _lib.akv_segment_release(self._handle)
             self._handle = None
 
-    def __del__(self):
+    def __del__(self) -> None:
         self.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Segment:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _info(self):
+    def _info(self) -> _ffi.SegmentInfo:
         if not self._handle:
             raise ValueError("the segment is closed")
         info, diag = _ffi.SegmentInfo(), _ffi.Diag()
@@ -98,7 +110,7 @@ class Segment:
         _check(_lib.akv_segment_get_info(self._handle, C.byref(info), C.byref(diag)), diag)
         return info
 
-    def info(self):
+    def info(self) -> dict[str, Any]:
         """Dictionary: kind, shape, counts and `bytes` by kind (their sum, without the total itself, is the total)."""
         i = self._info()
         return {
@@ -117,38 +129,38 @@ class Segment:
             "num_anchors": i.num_anchors,
             "residuals_k": i.residuals_k,
             "residuals_v": i.residuals_v,
-            "bytes": {name: getattr(i.bytes, name) for name, _ in _ffi.Bytes._fields_},
+            "bytes": {field[0]: getattr(i.bytes, field[0]) for field in _ffi.Bytes._fields_},
         }
 
     @property
-    def handle(self):
+    def handle(self) -> int:
         """The akv_segment pointer as an integer, for calls of the C library."""
         if not self._handle:
             raise ValueError("the segment is closed")
         return self._handle
 
     @classmethod
-    def open(cls, data):
+    def open(cls, data: bytes | bytearray | memoryview) -> Segment:
         """Segment from canonical bytes (a copy is made), which are checked as untrusted."""
         handle, diag = C.c_void_p(), _ffi.Diag()
         x = np.frombuffer(data, np.uint8)
         _check(_lib.akv_segment_open(x.ctypes.data, x.nbytes, 1, None, C.byref(handle), C.byref(diag)), diag)
         return cls(handle.value)
 
-    def cut(self, num_tokens):
+    def cut(self, num_tokens: int) -> Segment:
         """The first tokens as a segment of their own: the same keys and values, bit by bit (not for profile paper)."""
         handle, diag = C.c_void_p(), _ffi.Diag()
         _check(_lib.akv_segment_cut(self.handle, num_tokens, None, C.byref(handle), C.byref(diag)), diag)
         return Segment(handle.value)
 
-    def data(self):
+    def data(self) -> bytes:
         """The canonical bytes (docs/format.md), copied."""
         self._info()
         size = C.c_size_t()
         pointer = _lib.akv_segment_data(self._handle, C.byref(size))
         return C.string_at(pointer, size.value)
 
-    def decode(self, keys=None, values=None):
+    def decode(self, keys: Floats | None = None, values: Floats | None = None) -> tuple[Floats, Floats]:
         """Keys and values as float32 [heads, tokens, dim]; written into the arrays given, which must be contiguous."""
         s = self._info().shape
         out = []
@@ -171,29 +183,29 @@ class Segment:
 
 
 def compress(
-    keys,
-    values,
-    queries,
+    keys: Array,
+    values: Array,
+    queries: Array,
     *,
-    keep_ratio=None,
-    budget_bytes=0,
-    profile="default",
-    overrides=None,
-    method="anchorkv",
-    sampled=None,
-    sampled_positions=None,
-    positions=None,
-    first_position=0,
-    rope_inv_freq=None,
-    rope_dim=None,
-    rope_style="half_split",
-    rope_magnitude=1.0,
-    sm_scale=None,
-    logit_softcap=0.0,
-    layer_index=0,
-    seed=0,
-    executor=None,
-):
+    keep_ratio: float | None = None,
+    budget_bytes: int = 0,
+    profile: Profile = "default",
+    overrides: Mapping[str, Any] | None = None,
+    method: Method = "anchorkv",
+    sampled: Array | None = None,
+    sampled_positions: Sequence[int] | NDArray[np.integer[Any]] | None = None,
+    positions: ArrayLike | None = None,
+    first_position: int = 0,
+    rope_inv_freq: ArrayLike | None = None,
+    rope_dim: int | None = None,
+    rope_style: Literal["half_split", "interleaved"] = "half_split",
+    rope_magnitude: float = 1.0,
+    sm_scale: float | None = None,
+    logit_softcap: float = 0.0,
+    layer_index: int = 0,
+    seed: int = 0,
+    executor: int | None = None,
+) -> Segment:
     """One layer -> Segment. Arrays (torch, numpy, DLPack) are read in place, whatever their strides.
 
     keys, values   [H, S, d] as cached: keys after the rotary embedding (float32, float16, bfloat16; numpy: uint16 bits)
@@ -217,8 +229,8 @@ def compress(
     s.num_kv_heads, s.num_tokens, s.head_dim_k = k.shape
     s.head_dim_v, s.gqa_group, s.num_queries = v.shape[2], q.shape[0] // k.shape[0], q.shape[1]
     layer.keys, layer.values, layer.queries = k.tensor, v.tensor, q.tensor
-    keep = []  # what the structs point to must outlive the call
-    if sampled is not None and len(sampled_positions) > 0:
+    keep: list[object] = []  # what the structs point to must outlive the call
+    if sampled is not None and sampled_positions is not None and len(sampled_positions) > 0:
         m = view(sampled, "sampled")
         at = np.ascontiguousarray(sampled_positions, np.int32)
         if m.shape != (q.shape[0], len(at), k.shape[2]):
@@ -262,18 +274,19 @@ def compress(
 
 
 def plan(
-    num_tokens,
-    num_kv_heads,
-    gqa_group,
-    head_dim,
+    num_tokens: int,
+    num_kv_heads: int,
+    gqa_group: int,
+    head_dim: int,
     *,
-    keep_ratio=0.1,
-    profile="default",
-    rotary_dim=None,
-    window=32,
-    head_dim_v=None,
-    has_positions=False,
-):
+    keep_ratio: float = 0.1,
+    profile: Profile = "default",
+    rotary_dim: int | None = None,
+    window: int = 32,
+    head_dim_v: int | None = None,
+    has_positions: bool = False,
+    overrides: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Exact bytes of a segment before making it; {"kind", "bytes", "dense_bytes", "min_keep_ratio", ...}.
 
     A ratio that this shape cannot reach raises AkvError; the message names the smallest one.
@@ -287,6 +300,9 @@ def plan(
     shape.rotary_dim = head_dim if rotary_dim is None else rotary_dim
     shape.num_queries, shape.has_positions, shape.dtype = window, int(has_positions), _ffi.BF16
     config.profile, config.keep_ratio = _profile(profile), keep_ratio
+    if overrides:
+        x = experiment(profile, **overrides)
+        config.experiment = C.pointer(x)
     _check(_lib.akv_plan(C.byref(shape), C.byref(config), C.byref(info), C.byref(diag)), diag)
     return {
         "kind": _ffi.SEGMENT_KINDS[info.kind],
@@ -300,15 +316,16 @@ def plan(
     }
 
 
-def _profile(name):
+def _profile(name: str) -> int:
     if name not in _ffi.PROFILES:
         raise ValueError(f"profile {name!r} is unknown; there are {', '.join(_ffi.PROFILES)}")
     return _ffi.PROFILES[name]
 
 
-def map_layers(function, layers, threads):
+def map_layers(function: Callable[[int, In], Out], layers: Iterable[In], threads: int) -> list[Out]:
     """[function(i, layer)] over layers on a thread pool, in order; the first failure is raised."""
     if threads <= 1:
         return [function(i, layer) for i, layer in enumerate(layers)]
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(function, range(len(layers)), layers))
+        held = list(layers)
+        return list(pool.map(function, range(len(held)), held))

@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`.akv` documents (docs/format.md): write and read them as bytes in a file."""
 
+from __future__ import annotations
+
 import ctypes as C
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from . import _ffi
 from .codec import Segment, _check, _lib
@@ -13,7 +18,16 @@ METHODS = {0: "anchorkv", 1: "snapkv", 2: "exact"}
 IO = -50  # AKV_E_IO
 
 
-def write(path, model, tokens, layers, segments, *, method=0, properties=()):
+def write(
+    path: str | os.PathLike[str],
+    model: _ffi.DocumentModel,
+    tokens: ArrayLike,
+    layers: Sequence[_ffi.DocumentLayer],
+    segments: Sequence[Segment],
+    *,
+    method: int = 0,
+    properties: Sequence[tuple[str, str]] = (),
+) -> None:
     """model: _ffi.DocumentModel; layers: [_ffi.DocumentLayer]; segments: [Segment] in layer order. Replaces `path` when
     everything is written, and only then."""
     parts, diag = _ffi.DocumentParts(), _ffi.Diag()
@@ -24,15 +38,18 @@ def write(path, model, tokens, layers, segments, *, method=0, properties=()):
     parts.next_position = len(ids)
     table = (_ffi.DocumentLayer * len(layers))(*layers)
     handles = (C.c_void_p * len(segments))(*[s.handle for s in segments])
-    pairs = (_ffi.DocumentProperty * max(1, len(properties)))(*[(k.encode(), v.encode()) for k, v in properties])
+    pairs = (_ffi.DocumentProperty * max(1, len(properties)))(
+        *[_ffi.DocumentProperty(k.encode(), v.encode()) for k, v in properties]
+    )
     parts.layers, parts.num_layers = table, len(layers)
     parts.segments, parts.num_segments = C.cast(handles, C.POINTER(C.c_void_p)), len(segments)
     parts.properties, parts.num_properties = pairs, len(properties)
-    temporary, failure = f"{path}.{os.getpid()}.tmp", []
+    failure: list[OSError] = []
+    temporary = f"{os.fspath(path)}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
 
-            def piece(_, data, size, __):
+            def piece(_: Any, data: int, size: int, __: Any) -> int:
                 try:
                     file.write(C.string_at(data, size))
                 except OSError as error:
@@ -53,7 +70,7 @@ def write(path, model, tokens, layers, segments, *, method=0, properties=()):
 class Document:
     """An open document: model, tokens, layers, properties; segments() copies them out. Every byte is checked first."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._data, self._handle = np.memmap(path, np.uint8, mode="r"), C.c_void_p()
         diag = _ffi.Diag()
         address, size = self._data.ctypes.data, self._data.nbytes
@@ -68,11 +85,11 @@ class Document:
         self.layers = [_ffi.DocumentLayer.from_buffer_copy(parts.layers[i]) for i in range(parts.num_layers)]
         self.num_segments = parts.num_segments
 
-    def property(self, key):
+    def property(self, key: str) -> str | None:
         value = _lib.akv_document_property_value(self._handle, key.encode(), 0)
-        return None if value is None else value.decode(errors="replace")
+        return None if value is None else str(value.decode(errors="replace"))
 
-    def segments(self):
+    def segments(self) -> list[Segment]:
         out = []
         for i in range(self.num_segments):
             handle, diag = C.c_void_p(), _ffi.Diag()
@@ -80,17 +97,17 @@ class Document:
             out.append(Segment(handle.value))
         return out
 
-    def close(self):
+    def close(self) -> None:
         if self._handle:
             _lib.akv_document_close(self._handle)
-            self._handle = None
+            self._handle = C.c_void_p()
 
-    def __del__(self):
+    def __del__(self) -> None:
         if getattr(self, "_handle", None):
             self.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Document:
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from anchorkv.bench import longbench, methods, report, ruler, runner  # noqa: E402
+from anchorkv.bench import ablation, calibrate, longbench, methods, report, ruler, runner  # noqa: E402
 from anchorkv.bench.__main__ import main as bench_main  # noqa: E402
 from anchorkv.bench.__main__ import methods as split_methods  # noqa: E402
 from tiny import model_of  # noqa: E402
@@ -186,7 +186,7 @@ def test_ruler_run_goes_on_and_reports(tiny_folder, tmp_path):
     try:
         import kvpress  # noqa: F401
 
-        names += ["kvpress.SnapKV@6", "kvpress.AdaKV@6", "press.default@6"]
+        names += ["kvpress.SnapKV@6", "kvpress.AdaKV@6", "press.default@6", "kvpress.KVzip@6"]
     except ImportError:
         pass
     common = ("ruler", "--model", tiny_folder, "--ctx", 2200, "--samples", 1, "--tasks", "niah_single_1", "--out", log)
@@ -205,6 +205,8 @@ def test_ruler_run_goes_on_and_reports(tiny_folder, tmp_path):
         assert ratio >= 5.99 if "@6" in r["method"] and not r["nominal"] else ratio > 3.5 or r["nominal"], r
         assert r["tokens"] == records[1]["tokens"]
     assert "| dense | 1/1.00 |" in second.stdout
+    for r in records[2:]:
+        assert r["nominal"] == (r["method"] in ("kvpress.AdaKV@6", "kvpress.KVzip@6"))
     text = page.read_text()
     assert "<svg" in text and "http" not in text.replace("http-equiv", "") and "default@6" in text
     other = run(*common, "--seed", 5)
@@ -231,13 +233,140 @@ def test_niah_longbench_ppl(tiny_folder, tmp_path):
     exact = [r for r in ppl if r["method"] == "dense"]
     assert all(abs(r["kld"]) < 1e-5 and r["top1"] == 1 and abs(r["nll"] - r["dense_nll"]) < 1e-5 for r in exact)
     assert all(r["kld"] > 1e-4 for r in ppl if r["method"] == "default@6")
-    page = tmp_path / "all.html"
-    done = run("report", *out, "--html", page)
+    page, table = tmp_path / "all.html", tmp_path / "table.md"
+    done = run("report", *out, "--html", page, "--png", tmp_path / "png", "--markdown", table)
     assert done.returncode == 0 and "passkey" not in done.stderr
+    words = table.read_text()
+    assert words.count("| method | bytes |") == 3 and "| dense | 1/1.00 |" in words and "benchmark ppl" in words
+    images = {p.name: p.read_bytes() for p in (tmp_path / "png").iterdir()}
+    assert set(images) == {"ppl-1200-agnostic-kld.png", "niah-1200-agnostic-score.png", "niah-agnostic-dense.png",
+                           "niah-agnostic-default@6.png"}  # fmt: skip
+    assert all(image[:8] == b"\x89PNG\r\n\x1a\n" and len(image) > 5000 for image in images.values())
     assert "share of the key found" in page.read_text()
     aware = run("ruler", "--model", tiny_folder, "--ctx", 2200, "--samples", 1, "--tasks", "niah_single_1", "--aware",
                 "--methods", "default@6", "--out", tmp_path / "aware.jsonl")  # fmt: skip
     assert aware.returncode == 0 and "question known" in aware.stdout, aware.stderr
+
+
+def test_calibrate_and_its_shares(tiny_folder, tmp_path):
+    """The measurement against one made by hand; the file in use; files and methods that do not fit."""
+    text, shares = tmp_path / "text.txt", tmp_path / "model.shares"
+    text.write_text(" ".join(ruler.prose_source()(random.Random(0), 80)))
+    common = ("calibrate", "--model", tiny_folder, "--text", text, "--out", shares)
+    done = run(*common, "--ctx", 900, "--length", 40, "--pieces", 2)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(shares.read_text())
+    ratios, errors = report["ratios"], report["errors"]
+    assert len(done.stdout.splitlines()) == 2 + 4 and "cannot be made" in done.stderr and 2 <= len(ratios) < 7
+    assert all(0 < e < 2 for row in errors for e in row) and all(sum(a) < sum(b) for a, b in zip(errors, errors[1:]))
+    # One layer by hand: its attention with and without the codec, from the hooks of the model.
+    bench = runner.Bench(tiny_folder, "cpu", "float32")
+    ids = torch.tensor([bench.encode(text.read_text())[:940]])
+    measured = calibrate.measure(bench.model, ids[:, :900], ids[:, 900:], ratios=(5,))
+    assert measured[0] == pytest.approx(outputs_apart(bench.model, ids, 900, ratio=5), rel=0.02)
+    out = tmp_path / "ppl.jsonl"
+    ppl = ("ppl", "--model", tiny_folder, "--text", text, "--ctx", 1200, "--length", 20, "--samples", 1, "--out", out)
+    done = run(*ppl, "--methods", "default@6,default@6+shares", "--shares", shares)
+    assert done.returncode == 0 and "| default@6+shares | 1/6.0" in done.stdout, done.stderr
+    first, a, b = (json.loads(x) for x in out.read_text().splitlines())
+    assert first["settings"]["shares"] == str(shares) and a["kld"] != b["kld"]
+    assert a["dense_bytes"] / a["bytes"] >= 6 and b["dense_bytes"] / b["bytes"] >= 6
+    for more, words in (
+        (("--methods", "default@6+shares"), "needs --shares"),
+        (("--methods", "default@6+parts"), "+shares is for"),
+        (("--methods", "evict@6+shares", "--shares", shares), "+shares is for"),
+        (("--methods", "paper@6+shares", "--shares", shares), "measured with profile 'default'"),
+        (("--methods", "default@6+shares", "--shares", text), "is no JSON"),
+        (("--methods", "default@6+shares", "--shares", tmp_path / "none"), "No such file"),
+    ):
+        done = run(*ppl[:-1], tmp_path / "refused.jsonl", *more)
+        assert done.returncode != 0 and words in done.stderr, done.stderr
+        (tmp_path / "refused.jsonl").unlink(missing_ok=True)
+    assert "pieces of 90000 + 256 are wanted" in run(*common, "--ctx", 90000).stderr
+
+
+def outputs_apart(model, ids, prompt, ratio):
+    """Relative squared error of every layer's attention output over the tokens after `prompt`. One layer is compressed
+    at a time, so that its input is that of the dense model."""
+    from anchorkv import AnchorKVCache
+
+    outputs = {}
+
+    def hook(i):
+        return lambda module, arguments: outputs.__setitem__(i, arguments[0].clone())  # what o_proj is given
+
+    handles = [m.self_attn.o_proj.register_forward_pre_hook(hook(i)) for i, m in enumerate(model.model.layers)]
+    apart = []
+    with torch.inference_mode():
+        for layer in range(len(model.model.layers)):
+            both = []
+            for r in (1, ratio):
+                cache = AnchorKVCache(model.config, ratio=r, when="manual", tail_limit=1 << 20)
+                model(ids[:, :prompt], past_key_values=cache)
+                if r > 1:
+                    cache.layers[layer].compress_tail(strict=True)
+                model(ids[:, prompt:], past_key_values=cache)
+                both.append(outputs[layer].double())
+            apart.append(float((both[1] - both[0]).square().sum() / both[0].square().sum()))
+    for handle in handles:
+        handle.remove()
+    return apart
+
+
+def test_ablation(tiny_folder, tmp_path):
+    """The profile's row is that of `ppl` and of `calibrate`, every variant has a row, and the command goes on."""
+    text, log, page = tmp_path / "text.txt", tmp_path / "a.jsonl", tmp_path / "a.html"
+    text.write_text(" ".join(ruler.prose_source()(random.Random(0), 60)))
+    common = ("--model", tiny_folder, "--text", text, "--ctx", 2600, "--length", 30, "--samples", 1)
+    done = run("ablation", *common, "--ratio", 6, "--out", log, "--html", page)
+    assert done.returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    rows = {r["method"]: r for r in map(json.loads, lines[1:])}
+    assert list(rows) == [name for name, *_ in ablation.VARIANTS] + ["cosine"]
+    for name, row in rows.items():
+        if name != "cosine":
+            assert 6 <= row["dense_bytes"] / row["bytes"] < 6.1 or "fewer bytes" in name, name
+            assert f"| {name} |" in done.stdout or f"| **profile {name}** |" in done.stdout
+    for profile in ("paper", "default"):
+        same = [n for n, p, x in ablation.VARIANTS if p == profile and x and rows[n]["error"] == rows[profile]["error"]]
+        assert not same, f"without effect: {same}"
+    assert run("ablation", *common, "--ratio", 6, "--out", log).returncode == 0
+    assert log.read_text().splitlines() == lines  # nothing was measured again
+    assert "no random anchors" in page.read_text()
+    ppl = tmp_path / "ppl.jsonl"
+    run("ppl", *common, "--methods", "default@6,paper@6", "--out", ppl)
+    for r in map(json.loads, ppl.read_text().splitlines()[1:]):
+        mine = rows[r["method"].split("@")[0]]
+        assert mine["bytes"] == r["bytes"]
+        assert mine["kld"] == pytest.approx(r["kld"], rel=1e-3) and mine["nll"] == pytest.approx(r["nll"], rel=1e-4)
+    short = run("ablation", *common, "--ctx", 300, "--ratio", 10, "--out", tmp_path / "short.jsonl")
+    assert short.returncode != 0 and ("cannot hold the variant" in short.stderr or "smallest" in short.stderr)
+
+
+@pytest.mark.parametrize("style", ["half_split", "interleaved"])
+def test_keys_turned_back_and_their_anchors(style):
+    import numpy as np
+
+    from anchorkv.transformers_cache.rope import Rope
+
+    generator = torch.Generator().manual_seed(0)
+    rope, x = Rope(1e4 ** -np.linspace(0, 0.9, 8), 1.0, style), torch.randn(2, 50, 20, generator=generator)
+    at = torch.arange(7, 57)
+    angle = at[:, None] * torch.from_numpy(rope.inv_freq)
+    a, b = ((x[..., :8], x[..., 8:16]) if style == "half_split" else (x[..., :16:2], x[..., 1:16:2]))
+    turned, z = x.clone(), torch.complex(a.double(), b.double()) * torch.exp(1j * angle)
+    first, second = (slice(0, 8), slice(8, 16)) if style == "half_split" else (slice(0, 16, 2), slice(1, 16, 2))
+    turned[..., first], turned[..., second] = z.real.float(), z.imag.float()
+    assert (ablation.before_rotation(turned, at, rope) - x).abs().max() < 1e-5 < (turned - x).abs().max()
+    keys, queries = torch.randn(2, 300, 16, generator=generator), torch.randn(4, 32, 16, generator=generator)
+    queries[:2], queries[2:] = keys[0, 100], keys[1, 200]  # every query of a head looks for one key
+    anchors = ablation.paper_anchors(10 * queries, keys, 1.0, generator)
+    assert anchors.shape == (2, 48) and all(len(set(row.tolist())) == 48 for row in anchors)
+    assert set(range(268, 300)) < set(anchors[0].tolist())
+    assert {98, 99, 100, 101, 102} <= set(anchors[0].tolist()) and {198, 199, 200, 201, 202} <= set(anchors[1].tolist())
+    keys[:, 5] = -3 * keys[:, 299]
+    near = ablation.cosines(keys, anchors)
+    assert len(near) == 2 * 252 and near.max() == pytest.approx(1, abs=1e-6) and near.min() < 0.8
 
 
 def test_clear_errors(tiny_folder, tmp_path):

@@ -4,6 +4,7 @@
 import copy
 import gc
 import importlib
+import json
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoConfig, DynamicCache, MODEL_MAPPING  # noqa: E402
 
 import anchorkv  # noqa: E402
 from anchorkv import AnchorKVCache  # noqa: E402
+from anchorkv.transformers_cache.cache import model_facts  # noqa: E402
 from anchorkv.transformers_cache.layer import AnchorKVLayer  # noqa: E402
 from anchorkv.transformers_cache.rope import STYLES, ropes_of, rotary_module  # noqa: E402
 from tiny import FAMILIES, config_of, model_of, prompt  # noqa: E402
@@ -288,6 +290,72 @@ def test_same_seed_same_bytes():
             model(ids, past_key_values=cache)
         made.append([layer.rows[0][0].data() for layer in cache.hosted])
     assert made[0] == made[1] != made[2]
+
+
+def shares_file(path, model, errors, /, **changes):
+    """A calibration's file with made-up errors of the layers at 5x, 10x and 40x."""
+    rows = [[None if e is None else e * (r / 10) ** 1.8 for e in errors] for r in (5, 10, 40)]
+    report = {
+        "format": "anchorkv-layer-errors",
+        "version": 1,
+        "model": {"num_layers": len(errors), "description": "made up", "transformers": model_facts(model.config)},
+        "profile": "default",
+        "ratios": [5, 10, 40],
+        "errors": rows,
+    }
+    path.write_text(json.dumps({**report, **changes}))
+    return path
+
+
+def test_shares_split_the_same_bytes(tmp_path):
+    model, ids = structured_model(), prompt(1500)
+    path, per_layer = shares_file(tmp_path / "s", model, [1e-3, 1e-3, 4e-3, 1e-3]), 2 * 2 * 1500 * 64 * 2
+    caches = [AnchorKVCache(model.config, ratio=10, shares=s) for s in (None, path)]
+    with torch.inference_mode():
+        for cache in caches:
+            model(ids, past_key_values=cache)
+    equal, split = (cache.report() for cache in caches)
+    assert equal["shares"] is None and max(equal["layer_ratios"]) < 1.02 * min(equal["layer_ratios"])
+    assert split["shares"]["file"] == str(path) and split["shares"]["strength"] == 1
+    assert split["segment_bytes"] <= 4 * per_layer / 10
+    # shares ~ errors^(1 / 2.8): the third layer has 4^(1 / 2.8) = 1.64 times as much as the others
+    r = split["layer_ratios"]
+    assert max(r[0], r[1], r[3]) < 1.02 * min(r[0], r[1], r[3]) and 1.5 < r[0] / r[2] < 1.75
+    # A short prompt cannot hold the whole split, and still keeps within the bytes.
+    short = AnchorKVCache(model.config, ratio=10, shares=path)
+    with torch.inference_mode():
+        model(ids[:, :400], past_key_values=short)
+    report = short.report()
+    assert report["compressed_tokens"] == 400 and 0 < report["shares"]["strength"] < 1
+    assert report["segment_bytes"] <= 4 * per_layer * 400 / 1500 / 10
+    # Rows of a batch with padding, and what is compressed later, have shares of their own.
+    ids = prompt(900, rows=2)
+    mask = torch.ones_like(ids)
+    mask[1, :200] = 0
+    rolling = AnchorKVCache(model.config, ratio=6, shares=path, tail_limit=700)
+    with torch.inference_mode():
+        model(ids, past_key_values=rolling, attention_mask=mask)
+        mask = torch.cat((mask, torch.ones_like(ids[:, :700])), 1)
+        model(ids[:, :700], past_key_values=rolling, attention_mask=mask)
+    assert [len(row) for row in rolling.hosted[0].rows] == [2, 2] and rolling.report()["ratio"] >= 6
+
+
+def test_shares_refused(tmp_path):
+    model = structured_model()
+    good = [1e-3] * 4
+    for changes, errors, words in (
+        ({}, good[:3], "for a model of 3 layers"),
+        ({}, [1e-3, None, 1e-3, 1e-3], "layer 1 is compressed here"),
+        ({"profile": "paper"}, good, "measured with profile 'paper'"),
+        ({"format": "x"}, good, "is no file of"),
+        ({"model": {"num_layers": 4, "transformers": {"vocab_size": 7}}}, good, "its vocab_size is 7, this one's 256"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            AnchorKVCache(model.config, shares=shares_file(tmp_path / "s", model, errors, **changes))
+    with pytest.raises(ValueError, match="eviction has none"):
+        AnchorKVCache(model.config, method="snapkv", shares=shares_file(tmp_path / "s", model, good))
+    with pytest.raises(OSError):
+        AnchorKVCache(model.config, shares=tmp_path / "nothing")
 
 
 def live_bytes(tokens):

@@ -10,7 +10,7 @@ from kvpress import SnapKVPress  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
 from anchorkv import AkvError, AnchorKVCache, AnchorKVPress  # noqa: E402
-from test_cache import structured_model  # noqa: E402
+from test_cache import shares_file, structured_model  # noqa: E402
 from tiny import model_of, prompt  # noqa: E402
 
 
@@ -33,6 +33,22 @@ def test_press_equals_cache(make):
     assert difference > 0
     # The press decodes to float32, the cache attends in 8-bit steps of the query (docs/numerics.md).
     assert (pressed - ours).norm() < 0.2 * difference + 0.01 * exact.norm()
+
+
+def test_shares_as_in_the_cache(tmp_path):
+    model, ids = structured_model(), prompt(1200)
+    path = shares_file(tmp_path / "s", model, [1e-3, 1e-3, 4e-3, 1e-3])
+    press, cache = AnchorKVPress(compression_ratio=0.9, shares=path), AnchorKVCache(model.config, ratio=10, shares=path)
+    with torch.inference_mode():
+        with press(model):
+            model(ids, past_key_values=DynamicCache())
+        model(ids, past_key_values=cache)
+    assert press.stored_bytes <= 0.1 * press.dense_bytes
+    assert abs(press.stored_bytes / cache.report()["segment_bytes"] - 1) < 0.005
+    assert press.shared.report()["strength"] == cache.report()["shares"]["strength"] > 0
+    with pytest.raises(ValueError, match="for a model of 3 layers"):
+        with AnchorKVPress(compression_ratio=0.9, shares=shares_file(path, model, [1e-3] * 3))(model):
+            pass
 
 
 def test_beside_its_own_presses():

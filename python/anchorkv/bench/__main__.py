@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""python -m anchorkv.bench ruler|niah|longbench|ppl|report"""
+"""python -m anchorkv.bench ruler|niah|longbench|ppl|ablation|calibrate|report"""
 
 import argparse
 import sys
@@ -40,19 +40,24 @@ def parser():
         ("niah", "a 64-digit pass key over depth and length"),
         ("longbench", "LongBench from a local folder"),
         ("ppl", "perplexity, KL divergence and top-1 on a text"),
+        ("ablation", "what each part of the codec is worth, on a text"),
     ):
         s = sub.add_parser(name, help=words)
         s.add_argument("--model", required=True, help="folder that transformers reads, or a GGUF file")
-        s.add_argument("--methods", type=methods, default=["dense", "default@10", "paper@10", "evict@10"])
+        if name != "ablation":
+            s.add_argument("--methods", type=methods, default=["dense", "default@10", "paper@10", "evict@10"])
         s.add_argument("--out", required=True, help="log, JSON lines; a run goes on where it stopped")
         s.add_argument("--seed", type=int, default=1000)
-        s.add_argument("--device", default="cpu")
+        if name != "ablation":
+            s.add_argument("--device", default="cpu")
         s.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
         s.add_argument("--html", help="also write the report of this log")
+        s.add_argument("--png", metavar="FOLDER", help="also write its plots (matplotlib)")
+        s.add_argument("--shares", help="file of calibrate, for methods with +shares")
         if name != "longbench":
             s.add_argument("--ctx", type=sizes, default=[4096], help="4k,8k,16k")
             s.add_argument("--samples", type=int, default=2, help="a task, or a cell")
-        if name != "ppl":
+        if name not in ("ppl", "ablation"):
             s.add_argument("--aware", action="store_true", help="the question is part of what is compressed")
             s.add_argument("--plain", action="store_true", help="no chat template")
         if name in ("ruler", "niah"):
@@ -66,12 +71,26 @@ def parser():
             s.add_argument("--tasks")
             s.add_argument("--limit", type=int, help="samples a task")
             s.add_argument("--max-tokens", type=int, default=31500, help="longer prompts lose their middle")
-        if name == "ppl":
+        if name == "ablation":
+            s.add_argument("--ratio", type=float, default=10.0)
+        if name in ("ppl", "ablation"):
             s.add_argument("--text", required=True)
             s.add_argument("--length", type=int, default=256, help="tokens that are predicted")
+    s = sub.add_parser("calibrate", help="measure once how a model's layers best share a budget")
+    s.add_argument("--model", required=True, help="folder that transformers reads, or a GGUF file")
+    s.add_argument("--text", required=True, help="such as you will compress")
+    s.add_argument("--out", required=True, help="file for --shares and AnchorKVCache(..., shares=)")
+    s.add_argument("--ctx", type=sizes, default=[4096], help="tokens that are compressed")
+    s.add_argument("--length", type=int, default=256, help="tokens that look back at them")
+    s.add_argument("--pieces", type=int, default=2, help="of the text, which do not overlap")
+    s.add_argument("--profile", default="default", choices=("default", "paper"))
+    s.add_argument("--seed", type=int, default=1)
+    s.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     s = sub.add_parser("report", help="Markdown on the standard output, HTML into a file")
     s.add_argument("logs", nargs="+")
     s.add_argument("--html")
+    s.add_argument("--png", metavar="FOLDER", help="plots as PNG files (matplotlib)")
+    s.add_argument("--markdown", metavar="FILE", help="a short table for a README: no column a task; with the settings")
     return p
 
 
@@ -138,8 +157,25 @@ def samples_of(a, bench):
     ]
 
 
+def calibrate(a):
+    from . import calibrate as program
+    from . import runner
+
+    if len(a.ctx) != 1 or a.pieces < 1 or a.length < 1:
+        raise SystemExit("one --ctx is measured, with at least one piece and one token of --length")
+    bench = runner.Bench(a.model, "cpu", a.dtype)
+    try:
+        errors = program.calibrate(bench, read_text(a.text), a.ctx[0], a.length, a.pieces, a.seed, a.profile)
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    errors.save(a.out)
+    print(program.table(errors))
+
+
 def main(arguments=None):
     a = parser().parse_args(arguments)
+    if a.benchmark == "calibrate":
+        return calibrate(a)
     from . import report
 
     if a.benchmark == "report":
@@ -149,7 +185,7 @@ def main(arguments=None):
         from . import runner
 
         try:
-            chosen = runner.available(a.methods)
+            chosen = [] if a.benchmark == "ablation" else runner.available(a.methods, a.shares)
         except ValueError as error:
             raise SystemExit(str(error)) from None
         fixed = (
@@ -164,10 +200,25 @@ def main(arguments=None):
             "text",
             "length",
             "max_tokens",
+            "ratio",
         )
-        log = runner.Log(a.out, {k: getattr(a, k) for k in fixed if hasattr(a, k)})
-        bench = runner.Bench(a.model, a.device, a.dtype, getattr(a, "plain", False))
-        if a.benchmark == "ppl":
+        settings = {k: getattr(a, k) for k in fixed if hasattr(a, k)}
+        log = runner.Log(a.out, settings | ({"shares": a.shares} if a.shares else {}))
+        bench = runner.Bench(a.model, getattr(a, "device", "cpu"), a.dtype, getattr(a, "plain", False))
+        try:
+            for method in chosen:
+                method.check(bench.model)
+        except (ValueError, OSError) as error:
+            raise SystemExit(str(error)) from None
+        if a.benchmark == "ablation":
+            from . import ablation
+
+            try:
+                for ctx in a.ctx:
+                    ablation.run(bench, log, read_text(a.text), ctx, a.samples, a.seed, a.length, a.ratio, a.shares)
+            except (ValueError, RuntimeError) as error:
+                raise SystemExit(str(error)) from None
+        elif a.benchmark == "ppl":
             for ctx in a.ctx:
                 runner.continuations(bench, log, chosen, read_text(a.text), ctx, a.samples, a.seed, a.length)
         else:
@@ -181,6 +232,14 @@ def main(arguments=None):
     if a.html:
         with open(a.html, "w", encoding="utf-8") as file:
             file.write(report.page(logs))
+    if a.png:
+        from . import plots
+
+        for path in plots.write(logs, a.png):
+            print(path, file=sys.stderr)
+    if getattr(a, "markdown", None):
+        with open(a.markdown, "w", encoding="utf-8") as file:
+            file.write(report.short(logs))
 
 
 if __name__ == "__main__":

@@ -3,19 +3,22 @@
 
     dense                          everything in 16 bit
     default@10  paper@20           AnchorKV at that ratio; ablations: default@10:pool_weight=0,value_boost=1
+    default@10+shares              the same bytes, split over the layers as the file of --shares says
     evict@10                       the C library's SnapKV at equal bytes
     kvpress.SnapKV@10              a press of kvpress (SnapKV PyramidKV AdaKV ObservedAttention StreamingLLM
-                                   ExpectedAttention Knorm TOVA ...), removing 1 - 1/10
+                                   ExpectedAttention Knorm TOVA KVzip ...), removing 1 - 1/10; KVzip
+                                   reads the context twice more, and wants a model folder, no GGUF file
     press.default@10               AnchorKV through kvpress's hooks
     quantized4  quantized2         transformers' QuantizedCache (quanto), groups of 64
     turboquant3  turboquant2       rotated Lloyd-Max codes of that many bits, the last 128 tokens exact
 
 Bytes are those of the compressed part, keys and values in 16 bit where a method keeps them dense. A press that masks
-instead of dropping (AdaKV) holds dense tensors; its bytes are nominal and marked so.
+instead of dropping (AdaKV, KVzip) holds dense tensors; its bytes are nominal and marked so.
 """
 
 import contextlib
 import math
+import os
 import re
 
 import torch
@@ -27,7 +30,7 @@ LEVELS = {  # positive Lloyd-Max levels of the unit Gaussian
     4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
 }
 EXACT = 128
-MASKING = ("AdaKV", "CriticalAdaKV", "DuoAttention")
+MASKING = ("AdaKV", "CriticalAdaKV", "DuoAttention", "KVzip")
 
 
 class Unavailable(RuntimeError):
@@ -67,6 +70,9 @@ class Method:
             out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache, out.logits[:, -1], self.finish(cache, ids.shape[1])
 
+    def check(self, model):
+        """ValueError when the method cannot be for this model."""
+
     def context(self, model):
         return contextlib.nullcontext()
 
@@ -80,6 +86,9 @@ class Method:
 
 
 class Anchor(Method):
+    def check(self, model):
+        self.cache(model)
+
     def __init__(self, name, ratio, overrides, **options):
         super().__init__(name)
         self.options = dict(ratio=ratio, overrides=overrides, **options)
@@ -97,7 +106,7 @@ class Anchor(Method):
 
 
 class Press(Method):
-    def __init__(self, name, press, ratio):
+    def __init__(self, name, press, ratio, shares=None):
         super().__init__(name)
         try:
             import kvpress
@@ -107,7 +116,7 @@ class Press(Method):
             raise Unavailable(f"{name} needs kvpress (pip install anchorkv[bench]): {error}") from None
         removed = 1 - 1 / ratio
         if press in ("default", "paper"):
-            self.press = AnchorKVPress(compression_ratio=removed, profile=press)
+            self.press = AnchorKVPress(compression_ratio=removed, profile=press, shares=shares)
         elif press.endswith("AdaKV"):
             outer = getattr(kvpress, press + "Press")
             self.press = outer(kvpress.SnapKVPress(compression_ratio=removed))
@@ -116,6 +125,12 @@ class Press(Method):
                 raise ValueError(f"kvpress {kvpress.__file__} has no {press}Press")
             self.press = getattr(kvpress, press + "Press")(compression_ratio=removed)
         self.nominal, self.ratio, self.kind = press in MASKING, ratio, press
+
+    def check(self, model):
+        if hasattr(self.press, "stored_bytes"):
+            self.press.post_init_from_model(model)
+        if self.kind == "KVzip" and not os.path.isdir(model.config.name_or_path):
+            raise ValueError(f"{self.name} reads the model's tokenizer again: give --model as a folder, no GGUF file")
 
     @contextlib.contextmanager
     def context(self, model):
@@ -182,10 +197,11 @@ class Turbo(Method):
         return total
 
 
-def make(name):
-    """Method of a name; ValueError for an unknown one, Unavailable when a package is missing."""
+def make(name, shares=None):
+    """Method of a name; ValueError for an unknown one, Unavailable when a package is missing. shares: a file."""
     base, _, tail = name.partition("@")
     ratio, _, changes = tail.partition(":")
+    ratio, plus, extra = ratio.partition("+")
     if name == "dense":
         return Method(name)
     match = re.fullmatch(r"(quantized|turboquant)(\d)", name)
@@ -205,15 +221,20 @@ def make(name):
         raise ValueError(
             f"method {name!r}: NAME@RATIO or NAME@RATIO:field=value,... is wanted, as default@10"
         ) from None
+    if plus and (extra != "shares" or base not in ("default", "paper", "press.default", "press.paper")):
+        raise ValueError(f"method {name!r}: +shares is for default, paper, press.default and press.paper")
+    if plus and shares is None:
+        raise ValueError(f"method {name!r} needs --shares FILE (python -m anchorkv.bench calibrate, or akv calibrate)")
+    shares = shares if plus else None
     if factor < 1:
         raise ValueError(f"method {name!r}: the ratio is dense / compressed bytes, at least 1")
     if base in ("default", "paper"):
-        return Anchor(name, factor, overrides or None, profile=base)
+        return Anchor(name, factor, overrides or None, profile=base, shares=shares)
     if base == "evict":
         return Anchor(name, factor, None, method="snapkv", window=64)
     kind, _, press = base.partition(".")
     if kind in ("kvpress", "press") and press:
-        return Press(name, press, factor)
+        return Press(name, press, factor, shares)
     raise ValueError(f"method {name!r} is unknown; see python -m anchorkv.bench --help")
 
 

@@ -76,6 +76,11 @@ def markdown(paths):
     groups, settings = groups_of(paths)
     out = []
     for (benchmark, ctx, protocol), records in groups.items():
+        if benchmark == "ablation":
+            from . import ablation
+
+            out += [f"ablation, {ctx} tokens", "", ablation.markdown(records), ""]
+            continue
         rows = rows_of(records)
         head = columns_of(rows)
         out += [
@@ -85,6 +90,27 @@ def markdown(paths):
         out += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
         out += ["| " + " | ".join(cells_of(r, head)) + " |" for r in rows] + [""]
     return "\n".join(out)
+
+
+def short(paths):
+    """For a README: one line a method and benchmark, and what was run."""
+    groups, settings = groups_of(paths)
+    out = []
+    for (benchmark, ctx, protocol), records in groups.items():
+        if benchmark == "ablation":
+            continue
+        rows = rows_of(records)
+        tasks = {t for r in rows for t in r.get("tasks", {})}
+        head = [h for h in columns_of(rows) if h not in tasks]
+        known = "known" if protocol == "aware" else "not known"
+        words = f"{benchmark}, {ctx} tokens, question {known} at compression"
+        out += [words + (f", {len(tasks)} tasks" if len(tasks) > 1 else ""), ""]
+        out += ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+        out += ["| " + " | ".join(cells_of(r, head)) + " |" for r in rows] + [""]
+    for one in settings:
+        said = ", ".join(f"{k} {v}" for k, v in one.items() if v not in (None, False))
+        out.append(f"Measured by `python -m anchorkv.bench`: {said}.")
+    return "\n".join(out) + "\n"
 
 
 def plot(rows, key, title):
@@ -158,6 +184,11 @@ def page(paths):
     out.append("<h1>Cache compression: what it keeps</h1><p>Bytes are of the compressed part, all that a method keeps; "
                "+- is the standard error of the mean of the tasks.</p>")  # fmt: skip
     for (benchmark, ctx, protocol), records in groups.items():
+        if benchmark == "ablation":
+            from . import ablation
+
+            out.append(f"<h2>ablation, {ctx} tokens</h2><pre>{html.escape(ablation.markdown(records))}</pre>")
+            continue
         rows = rows_of(records)
         head = columns_of(rows)
         known = "known" if protocol == "aware" else "not known"

@@ -105,12 +105,12 @@ class Bench:
         return 4 * tokens * c.num_hidden_layers * (getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * d
 
 
-def available(names):
+def available(names, shares=None):
     """[Method], leaving out what cannot run here, with a line that says so."""
     out = []
     for name in names:
         try:
-            out.append(make(name))
+            out.append(make(name, shares))
         except Unavailable as error:
             print(f"left out: {error}", file=sys.stderr)
     if not out:

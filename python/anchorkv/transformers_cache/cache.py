@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorKVCache: a transformers cache that compresses itself at the end of the prefill."""
 
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
 import torch
 from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
 
 from ..attention import Threads
-from ..codec import AkvError, experiment, plan
+from ..codec import AkvError, Profile, experiment, plan
+from ..shares import LayerErrors, SharedBudget
 from .attention import switch
-from .layer import AnchorKVLayer, Settings
+from .layer import INFEASIBLE, AnchorKVLayer, Settings
 from .rope import ropes_of
 
 WHEN = ("forward", "decode", "manual")
 
 
-def layer_kinds(config):
+def layer_kinds(config: Any) -> list[str]:
     """["full_attention" or "sliding_attention"] of every layer."""
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
@@ -28,6 +35,41 @@ def layer_kinds(config):
             "nothing for AnchorKVCache to compress"
         )
     return list(kinds)
+
+
+def model_facts(config: Any) -> dict[str, Any]:
+    """What a calibration and a cache can compare of a model: its configuration, not its weights."""
+    return {
+        "model_type": config.model_type,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+    }
+
+
+def shared_budget(
+    path: str | os.PathLike[str],
+    config: Any,
+    keep_ratio: float,
+    profile: Profile,
+    overrides: Mapping[str, Any] | None = None,
+) -> SharedBudget:
+    """The SharedBudget of a calibration's file for this model. ValueError when the file is not for it."""
+    errors = LayerErrors.load(path)
+    errors.check([kind == "full_attention" for kind in layer_kinds(config)], profile, model_facts(config))
+
+    def feasible(keep: float, shape: Any) -> bool:
+        try:
+            plan(keep_ratio=min(1.0, keep), profile=profile, overrides=overrides, **dict(shape))
+        except AkvError as error:
+            if error.status != INFEASIBLE:
+                raise
+            return False
+        return True
+
+    return SharedBudget(errors, keep_ratio, feasible)
 
 
 class AnchorKVCache(Cache):
@@ -48,23 +90,26 @@ class AnchorKVCache(Cache):
     overrides    fields of akv_experiment by name (ablations)
     method       "anchorkv", or "snapkv": eviction at equal bytes, to compare with
     threads      of the C library; default torch.get_num_threads()
+    shares       file of a calibration of this model (docs/python.md): the same bytes, split over the layers by what
+                 they suffer
     """
 
     def __init__(
         self,
-        config,
-        ratio=10.0,
-        profile="default",
+        config: Any,
+        ratio: float = 10.0,
+        profile: Profile = "default",
         *,
-        when="forward",
-        tail_limit=2048,
-        window=32,
-        seed=0,
-        overrides=None,
-        method="anchorkv",
-        threads=None,
-        llama_cpp=False,
-    ):
+        when: Literal["forward", "decode", "manual"] = "forward",
+        tail_limit: int = 2048,
+        window: int = 32,
+        seed: int = 0,
+        overrides: Mapping[str, Any] | None = None,
+        method: Literal["anchorkv", "snapkv"] = "anchorkv",
+        threads: int | None = None,
+        llama_cpp: bool = False,
+        shares: str | os.PathLike[str] | None = None,
+    ) -> None:
         if not hasattr(config, "get_text_config"):
             raise TypeError(f"{type(config).__name__} given; AnchorKVCache is made from model.config")
         config = config.get_text_config(decoder=True)
@@ -75,6 +120,8 @@ class AnchorKVCache(Cache):
             raise ValueError(f"when is {when!r}; it is one of {', '.join(WHEN)}")
         if method not in ("anchorkv", "snapkv"):
             raise ValueError(f"method is {method!r}; it is 'anchorkv' or 'snapkv'")
+        if shares is not None and method != "anchorkv":
+            raise ValueError("shares are those of method 'anchorkv'; eviction has none")
         if not 1 <= window <= 1024 or tail_limit < 2 * window:
             raise ValueError(f"window {window} must be 1..1024, and tail_limit {tail_limit} at least twice as large")
         experiment(profile if profile in ("paper", "default") else "default", **(overrides or {}))  # refuses bad names
@@ -117,6 +164,7 @@ class AnchorKVCache(Cache):
             method=method,
             threads=Threads(threads) if threads > 1 else None,
             order=order,
+            shared=None if shares is None else shared_budget(shares, config, 1.0 / ratio, profile, overrides),
         )
         switch(config)
         super().__init__(
@@ -128,7 +176,9 @@ class AnchorKVCache(Cache):
             ]
         )
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if layer_idx >= len(self.layers):
             raise ValueError(
                 f"layer {layer_idx} asked for; this cache was made for a {self.config.model_type} model of "
@@ -137,19 +187,19 @@ class AnchorKVCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
-    def hosted(self):
+    def hosted(self) -> list[AnchorKVLayer]:
         """The layers that are compressed; the others have a sliding window."""
         return [layer for layer in self.layers if isinstance(layer, AnchorKVLayer)]
 
     @property
-    def is_compressed(self):
+    def is_compressed(self) -> bool:
         return any(layer.offset for layer in self.hosted)
 
     @property
-    def batch_size(self):
+    def batch_size(self) -> int:
         return len(self.hosted[0].rows or []) or -1
 
-    def compress(self):
+    def compress(self) -> None:
         """Compress the tail now. Raises when there is nothing to compress, or the ratio cannot be reached."""
         layers = self.hosted
         if not layers[0].is_initialized:
@@ -161,22 +211,23 @@ class AnchorKVCache(Cache):
         for layer in layers:
             layer.compress_tail(strict=True)
 
-    def nbytes(self):
+    def nbytes(self) -> int:
         """Bytes held by all layers now, dense parts included."""
         total = 0
         for layer in self.layers:
             if isinstance(layer, AnchorKVLayer):
                 total += layer.nbytes()
-            elif layer.is_initialized and layer.keys is not None:
-                total += sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+            else:
+                held = (getattr(layer, "keys", None), getattr(layer, "values", None))
+                total += sum(x.numel() * x.element_size() for x in held if x is not None)
         return total
 
-    def report(self):
+    def report(self) -> dict[str, Any]:
         """What is held: tokens, bytes of segments and tails, the ratio reached, and why parts are exact if they are."""
         segments = {s.handle: s for layer in self.hosted for row in layer.rows or [] for s in row}
         stored = sum(s.nbytes for s in segments.values())
         dense = sum(s.info()["dense_bytes"] for s in segments.values())
-        first = self.hosted[0]
+        first, shared = self.hosted[0], self.settings.shared
         return {
             "tokens": self.get_seq_length(),
             "compressed_tokens": first.offset,
@@ -186,16 +237,20 @@ class AnchorKVCache(Cache):
             "ratio": dense / stored if stored else 1.0,
             "held_bytes": self.nbytes(),
             "why_exact": first.why_dense,
+            "layer_ratios": [layer.ratio() for layer in self.hosted],
+            "shares": None if shared is None else shared.report(),
         }
 
-    def save(self, path, tokens, model, **options):
+    def save(self, path: str | os.PathLike[str], tokens: Any, model: torch.nn.Module, **options: Any) -> None:
         """Write an .akv document; see anchorkv.transformers_cache.document.save."""
         from .document import save
 
-        return save(self, path, tokens, model, **options)
+        save(self, path, tokens, model, **options)
 
     @classmethod
-    def load(cls, path, model, **options):
+    def load(
+        cls, path: str | os.PathLike[str], model: torch.nn.Module, **options: Any
+    ) -> tuple[AnchorKVCache, torch.Tensor]:
         """(cache, token ids) of an .akv document; see anchorkv.transformers_cache.document.load."""
         from .document import load
 

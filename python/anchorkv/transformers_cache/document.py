@@ -1,22 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """AnchorKVCache to and from `.akv` files, the ones of the akv command."""
 
+from __future__ import annotations
+
 import hashlib
 import json
+import os
 import struct
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _ffi
-from ..codec import version
+from ..codec import Segment, version
 from ..document import Document, write
 from .layer import AnchorKVLayer
+
+if TYPE_CHECKING:
+    from .cache import AnchorKVCache
 
 WEIGHTS = "transformers_weights"  # property: fingerprint() of the model that read the document
 STYLE_AT = 124  # offset of rope_style in a segment's header (docs/format.md)
 
 
-def fingerprint(model):
+def fingerprint(model: Any) -> str:
     """32 hex digits: shape, rotary settings, and three samples of every weight (rounded to bfloat16, whatever the model
     was loaded in). Another model, or the same one fine-tuned, gives another."""
     config = model.config.get_text_config(decoder=True)
@@ -48,7 +56,15 @@ def _style(segment):
     return struct.unpack_from("<I", segment.data(), STYLE_AT)[0]
 
 
-def save(cache, path, tokens, model, *, like=None, properties=None):
+def save(
+    cache: AnchorKVCache,
+    path: str | os.PathLike[str],
+    tokens: Any,
+    model: Any,
+    *,
+    like: str | os.PathLike[str] | None = None,
+    properties: Mapping[str, str] | None = None,
+) -> None:
     """Write the cache of one conversation.
 
     tokens      ids of everything that the cache holds, in order (generate's last token is not in it)
@@ -80,7 +96,8 @@ def save(cache, path, tokens, model, *, like=None, properties=None):
                         f"this one's {getattr(about, name)}"
                     )
             about, template = other.model, other.layers
-    layers, segments = [], []
+    layers: list[_ffi.DocumentLayer] = []
+    segments: list[Segment] = []
     for i, layer in enumerate(cache.hosted):
         held = list(layer.rows[0])
         if layer.n:
@@ -132,7 +149,9 @@ def save(cache, path, tokens, model, *, like=None, properties=None):
     write(path, about, tokens, layers, segments, method=method, properties=list(facts.items()))
 
 
-def load(cls, path, model, *, trust=False, **options):
+def load(
+    cls: type[AnchorKVCache], path: str | os.PathLike[str], model: Any, *, trust: bool = False, **options: Any
+) -> tuple[AnchorKVCache, torch.Tensor]:
     """(cache, tokens): a cache that goes on after the document, and its token ids [1, n], to put before a question.
 
     trust    open a file of another writer (akv pack), whose model cannot be compared beyond its shape
@@ -158,7 +177,7 @@ def load(cls, path, model, *, trust=False, **options):
         if any(entry.kind != 0 for entry in document.layers):
             raise NotImplementedError(f"{path} has layers with a sliding window, which cannot be opened here")
         keep = document.property("keep_ratio")
-        settings = {"ratio": 1 / float(keep) if keep else 10.0, "profile": document.property("profile") or "default"}
+        settings: dict[str, Any] = {"ratio": 1 / float(keep) if keep else 10.0, "profile": document.property("profile") or "default"}
         settings.update(options)
         interleaved = document.layers[0].rope_style == 1
         cache = cls(config, llama_cpp=interleaved, **settings)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One full-attention layer of an AnchorKVCache: compressed segments of every row, and a dense tail of new tokens."""
 
+from __future__ import annotations
+
 import weakref
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -9,6 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 from ..attention import attend
 from ..codec import AkvError, compress
 from .attention import TAG
+from .rope import Rope
 
 SAMPLED = 64  # further prompt queries that weight the key coordinates
 GROW = 256  # tokens by which the tail's memory grows at least
@@ -18,8 +22,11 @@ INFEASIBLE = -20  # AKV_E_INFEASIBLE
 class Settings:
     """What all layers of one cache share."""
 
-    def __init__(self, **values):
+    def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no setting {name!r}")
 
 
 class AnchorKVLayer(CacheLayerMixin):
@@ -28,7 +35,7 @@ class AnchorKVLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, settings, index, rope):
+    def __init__(self, settings: Settings, index: int, rope: Rope) -> None:
         super().__init__()
         self.settings, self.index, self.rope = settings, index, rope
         self.module = None
@@ -305,7 +312,7 @@ class AnchorKVLayer(CacheLayerMixin):
 
     # ----------------------------------------------------------------------------------------------------- compression
 
-    def compress_tail(self, strict=False):
+    def compress_tail(self, strict: bool = False) -> bool:
         """The tail of every row becomes a segment, its memory is freed. Tails too short for the ratio stay exact."""
         positions, valid = self._tail_positions().cpu(), self._tail_valid()
         valid = None if valid is None else valid.cpu()
@@ -372,8 +379,9 @@ class AnchorKVLayer(CacheLayerMixin):
         self.rows = cut
         self.offset -= count
 
-    def _compress_row(self, b, at, positions, index, sampled, method=None):
-        s, n = self.settings, self.n
+    def _compress_row(self, b, at, positions, index, sampled, method=None, **changes):
+        """changes: of the settings, for this segment."""
+        s, n = Settings(**{**vars(self.settings), **changes}), self.n
         k, v, q = self._k[b][:, :n].detach(), self._v[b][:, :n].detach(), self.recent[b].detach()
         queries_at = torch.arange(n - q.shape[1], n)
         if at is not None:
@@ -406,11 +414,16 @@ class AnchorKVLayer(CacheLayerMixin):
         consecutive = bool((positions[1:] - positions[:-1] == 1).all())
         if not consecutive and bool((positions[1:] <= positions[:-1]).any()):
             raise ValueError(f"row {b}: position_ids must rise from token to token")
+        keep_ratio = s.keep_ratio
+        if s.shared is not None:
+            shape = dict(num_tokens=tokens, num_kv_heads=k.shape[0], gqa_group=q.shape[0] // k.shape[0])
+            shape.update(head_dim=k.shape[2], head_dim_v=v.shape[2], rotary_dim=self.rope.dim, window=window)
+            keep_ratio = s.shared.keep_of(self.index, tuple({**shape, "has_positions": not consecutive}.items()))
         segment = compress(
             k,
             v,
             q,
-            keep_ratio=s.keep_ratio,
+            keep_ratio=keep_ratio,
             profile=s.profile,
             overrides=s.overrides,
             method=method or s.method,
@@ -431,8 +444,14 @@ class AnchorKVLayer(CacheLayerMixin):
 
     # ---------------------------------------------------------------------------------------------------------- numbers
 
-    def nbytes(self):
+    def ratio(self) -> float | None:
+        """Dense 16-bit bytes / bytes of this layer's segments; None without any."""
+        distinct = {s.handle: s for row in self.rows or [] for s in row}
+        stored = sum(s.nbytes for s in distinct.values())
+        return sum(s.info()["dense_bytes"] for s in distinct.values()) / stored if stored else None
+
+    def nbytes(self) -> int:
         """Bytes that this layer holds now: segments, the tail's memory, the queries kept for compression."""
         distinct = {s.handle: s.nbytes for row in self.rows or [] for s in row}
         held = [self._k, self._v, self.recent] + [q for _, q in self.sampled]
-        return sum(distinct.values()) + sum(x.numel() * x.element_size() for x in held if x is not None)
+        return int(sum(distinct.values()) + sum(x.numel() * x.element_size() for x in held if x is not None))

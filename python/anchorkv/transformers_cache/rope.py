@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rotary embedding that a transformers model applies to its keys, read from the model's own rotary class."""
 
+from __future__ import annotations
+
 import importlib
+from typing import Any
 
 import numpy as np
 
@@ -22,15 +25,15 @@ CHANGING = ("dynamic", "longrope")
 class Rope:
     """inv_freq: float64 radians per position of each plane (empty: no rotation); magnitude; style."""
 
-    def __init__(self, inv_freq, magnitude, style):
+    def __init__(self, inv_freq: np.ndarray[Any, Any], magnitude: float, style: str) -> None:
         self.inv_freq, self.magnitude, self.style = inv_freq, magnitude, style
 
     @property
-    def dim(self):
+    def dim(self) -> int:
         return 2 * len(self.inv_freq)
 
 
-def rotary_module(config):
+def rotary_module(config: Any) -> Any:
     """The model's rotary embedding, built from its configuration; it has no weights."""
     from transformers import MODEL_MAPPING
 
@@ -39,7 +42,7 @@ def rotary_module(config):
     return getattr(module, names[0])(config=config)
 
 
-def ropes_of(config):
+def ropes_of(config: Any) -> list[Rope]:
     """[Rope] for every layer. Raises NotImplementedError with a sentence for what is not supported."""
     kind = config.model_type
     if kind not in STYLES:
