@@ -63,11 +63,7 @@ fi
 say "environments ready after $((SECONDS - started)) s"
 
 rm -rf "$deps/wheel"
-"$deps/main/bin/python" -m build --wheel --no-isolation -o "$deps/wheel" . >"$deps/wheel.log" 2>&1 || {
-    tail -n 30 "$deps/wheel.log" >&2
-    say "the wheel could not be built; all output: $deps/wheel.log"
-    exit 1
-}
+AKV_PYTHON=$python tools/build_wheel.sh "$deps/wheel" >/dev/null
 # "clean" shall have numpy and nothing else: its files are copied from "main", without another download.
 numpy=$(sed -n 's/^numpy==\([0-9.]*\).*/\1/p' tools/python-requirements.txt)
 clean=$("$deps/clean/bin/python" -c 'import site; print(site.getsitepackages()[0])')

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The installed package in an environment with numpy alone: run as a program, it says what is wrong or nothing."""
 
+import glob
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +19,9 @@ assert "torch" not in sys.modules and "transformers" not in sys.modules
 clock = "import time, numpy; t = time.process_time(); import anchorkv; print(time.process_time() - t)"
 own = min(float(subprocess.check_output([sys.executable, "-c", clock])) for _ in range(5))
 assert own < 0.1, f"import takes {own:.2f} s beyond numpy"
+with open(glob.glob(os.path.join(folder, "..", "anchorkv-*.dist-info", "WHEEL"))[0]) as file:
+    tags = [line.split()[1] for line in file if line.startswith("Tag:")]
+assert tags and all(re.fullmatch(r"py3-none-manylinux_2_\d+_\w+", t) for t in tags), f"not for many machines: {tags}"
 needed = subprocess.run(["ldd", os.path.join(folder, "libanchorkv.so")], capture_output=True, text=True).stdout
 assert "openblas" not in needed and "not found" not in needed, needed
 
@@ -33,4 +38,4 @@ except ImportError as error:
     assert "torch" in str(error) or "transformers" in str(error), error
 else:
     raise AssertionError("no torch here, and yet there is a cache")
-print(f"wheel: anchorkv {anchorkv.version()} imported in {own:.3f} s beyond numpy, works")
+print(f"wheel: anchorkv {anchorkv.version()} ({', '.join(tags)}) imported in {own:.3f} s beyond numpy, works")
