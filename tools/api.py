@@ -66,10 +66,14 @@ def prose(comment):
     return "\n\n".join(out)
 
 
+def sentence(text):
+    """The text with a capital in front, unless it begins with the name of something."""
+    return text if re.match(r"\w(\W|$)|\w*_", text) else text[:1].upper() + text[1:]
+
+
 def titled(item):
     """The comment without the "name() - " it may begin with."""
-    text = re.sub(r"^%s\(\) - " % item.name, "", item.comment or "")
-    return text[:1].upper() + text[1:]
+    return sentence(re.sub(r"^akv_\w+\(\) - ", "", item.comment or ""))
 
 
 def wrapped(declaration):
@@ -174,7 +178,7 @@ class Page:
         out = [HEAD.rstrip()]
         for name, path, opening, items in self.parsed:
             out.append("## " + name)
-            out.append(prose(re.sub(r"^%s - " % re.escape(name), "", opening)))
+            out.append(prose(sentence(re.sub(r"^%s - " % re.escape(name), "", opening))))
             at = 0
             while at < len(items):
                 group = [items[at]]
