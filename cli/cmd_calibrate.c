@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * cmd_calibrate.c - `akv calibrate`: once per model, how much does each layer suffer from compression? The file lets ask, pack
- * and eval split the same bytes unevenly over the layers.
+ * cmd_calibrate.c - `akv calibrate`: once per model, how much does each layer suffer from compression? The file lets
+ * ask, pack and eval split the same bytes unevenly over the layers.
  *
- * A piece of text is read, its cache compressed at several ratios, and the text's continuation is read on from the exact cache
- * while every layer attends to the compressed ones as well (akv_llama_compare). No logits are compared: a quantised model's
- * own rounding noise is larger than what one compressed layer does to them.
+ * A piece of text is read, its cache compressed at several ratios, and the text's continuation is read on from the
+ * exact cache while every layer attends to the compressed ones as well (akv_llama_compare). No logits are compared: a
+ * quantised model's own rounding noise is larger than what one compressed layer does to them.
  */
 #include "eval.h"
 #include "settings.h"
@@ -107,7 +107,7 @@ static int parse(int argc, char **argv, eval_options *o, const char **output)
     return code == CLI_USAGE ? cli_usage(&cli_cmd_calibrate) : code;
 }
 
-/* --------------------------------------------------------------------------------------------------------- measuring */
+/* -------------------------------------------------------------------------------------------------------- measuring */
 
 typedef struct calibration {
     cli_shares out;
@@ -205,8 +205,8 @@ static int print_outcome(const calibration *c)
         free(twenty);
         return cli_fail(CLI_NO_MEMORY, "no memory for the shares of %u layers", L);
     }
-    printf("layer  relative squared error of its attention output at %.4gx .. %.4gx   share of 10x, of 20x\n", s->ratios[0],
-           s->ratios[s->num_ratios - 1]);
+    printf("layer  relative squared error of its attention output at %.4gx .. %.4gx   share of 10x, of 20x\n",
+           s->ratios[0], s->ratios[s->num_ratios - 1]);
     akv_status status = akv_llama_solve_shares(s->ratios, s->errors, s->num_ratios, L, 0.1, ten, &diag);
     if (status == AKV_OK)
         status = akv_llama_solve_shares(s->ratios, s->errors, s->num_ratios, L, 0.05, twenty, &diag);

@@ -308,10 +308,10 @@ static int show(const eval_run *run)
 {
     const eval_options *o = run->options;
     const char *json = o->settings.json;
-    eval_row *rows = calloc(2 * EVAL_MAX_WAYS, sizeof *rows);
+    eval_row *rows = calloc((size_t)2 * EVAL_MAX_WAYS, sizeof *rows);
     if (rows == NULL)
         return cli_fail(CLI_NO_MEMORY, "no memory for the table");
-    const size_t n = eval_rows(run, rows, 2 * EVAL_MAX_WAYS);
+    const size_t n = eval_rows(run, rows, (size_t)2 * EVAL_MAX_WAYS);
     int code = json != NULL && strcmp(json, "-") == 0 ? CLI_OK : eval_print_table(run, rows, n);
     if (code == CLI_OK && json != NULL)
         code = eval_write_json(run, rows, n, json);

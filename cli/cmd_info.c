@@ -37,7 +37,8 @@ static void print_layers(const cli_report *r)
             printf("  %4u  %-10s %u x %u heads, head_dim %u/%u, %u anchors, %llu + %llu residuals, %s of %s\n", i,
                    s->kind == AKV_SEGMENT_DENSE ? "dense" : "compressed", s->shape.num_kv_heads, s->shape.gqa_group,
                    s->shape.head_dim_k, s->shape.head_dim_v, s->num_anchors, (unsigned long long)s->residuals_k,
-                   (unsigned long long)s->residuals_v, cli_bytes(s->bytes.total), cli_bytes(cli_layer_dense_bytes(r, l)));
+                   (unsigned long long)s->residuals_v, cli_bytes(s->bytes.total),
+                   cli_bytes(cli_layer_dense_bytes(r, l)));
     }
 }
 
@@ -74,7 +75,7 @@ static int info_file(const char *path, const char *json, bool layers, bool secti
     cli_mapping mapping = {NULL, 0};
     akv_document *document = NULL;
     akv_diag diag = {AKV_OK, ""};
-    cli_report report;
+    cli_report report = {0};
     int code = cli_map(path, &mapping);
     if (code != CLI_OK)
         return code;

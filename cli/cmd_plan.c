@@ -100,7 +100,8 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
     printf("compressed   %s (%llu bytes) of a budget of %s: %.2fx smaller\n", cli_bytes(info->bytes.total * layers),
            (unsigned long long)(info->bytes.total * layers), cli_bytes(info->budget_bytes * layers), ratio);
     if (info->kind == AKV_SEGMENT_COMPRESSED && o->profile == AKV_PROFILE_DEFAULT)
-        printf("per layer    %u anchors a head; which token gets how many bits depends on the data\n", info->num_anchors);
+        printf("per layer    %u anchors a head; which token gets how many bits depends on the data\n",
+               info->num_anchors);
     else if (info->kind == AKV_SEGMENT_COMPRESSED)
         printf("per layer    %u anchors a head, %llu key and %llu value residuals for %llu tokens x heads\n",
                info->num_anchors, (unsigned long long)info->residuals_k, (unsigned long long)info->residuals_v,
@@ -113,7 +114,8 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
     return fflush(stdout) == 0 ? CLI_OK : cli_fail(CLI_IO, "cannot write to standard output");
 }
 
-static int write_json(const char *path, akv_profile profile, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
+static int write_json(const char *path, akv_profile profile, const akv_shape *shape, uint32_t layers,
+                      const akv_plan_info *info)
 {
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "version", akv_version());

@@ -28,8 +28,8 @@ static uint64_t dense_bytes(const akv_segment *segment, akv_segment_info *info)
 }
 
 /*
- * The keep ratio for the segments that can shrink: what is kept dense (a stretch within the window, say) stays and is paid for
- * by the others.
+ * The keep ratio for the segments that can shrink: what is kept dense (a stretch within the window, say) stays and is
+ * paid for by the others.
  */
 static double keep_ratio(const repack *r, uint64_t *dense, uint64_t *budget)
 {
@@ -132,7 +132,10 @@ static int write_report(repack *r, const akv_document *document, double keep, ui
     return code;
 }
 
-/* The properties of the input with another keep ratio, and the one that they had: from "repacked_from" if it was repacked before. */
+/*
+ * The properties of the input with another keep ratio, and the one that they had: from "repacked_from" if it was
+ * repacked before.
+ */
 static akv_document_property *new_properties(const akv_document *document, const akv_document_parts *parts,
                                              const char *keep, uint32_t *count)
 {

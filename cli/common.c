@@ -35,7 +35,7 @@ int cli_exit_of(akv_status status)
     return CLI_INTERNAL;
 }
 
-int cli_fail(int code, const char *format, ...)
+int (cli_fail)(int code, const char *format, ...)
 {
     va_list args;
     va_start(args, format);
@@ -91,7 +91,7 @@ bool cli_doom_path(const char *path)
         return true;
     if (strlen(path) >= sizeof doomed_path)
         return false;
-    strcpy(doomed_path, path);
+    memcpy(doomed_path, path, strlen(path) + 1);
     doomed_set = 1;
     return true;
 }

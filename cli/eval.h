@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * eval.h - what the files of `akv eval` share: the ways of keeping a cache that are compared, what was measured of each, and
- * the rows that tables, JSON and plots are made of.
+ * eval.h - what the files of `akv eval` share: the ways of keeping a cache that are compared, what was measured of
+ * each, and the rows that tables, JSON and plots are made of.
  *
  *   cmd_eval.c      options; the list of ways; what is printed and written
  *   eval_text.c     continuations: logits of every way against the dense cache
@@ -126,8 +126,8 @@ int eval_retrieval(eval_run *run);
 /* The dense cache of the prefilled document in the manner of `way`, attached. Notes bytes and time. */
 akv_status eval_compress(eval_run *run, eval_way *way, akv_diag *diag);
 /*
- * After a failure: CLI_OK when only this way is out (its reason is noted), else the exit code, printed. `what` is for the
- * message, e.g. "text 2".
+ * After a failure: CLI_OK when only this way is out (its reason is noted), else the exit code, printed. `what` is for
+ * the message, e.g. "text 2".
  */
 int eval_failed(eval_run *run, eval_way *way, akv_status status, const akv_diag *diag);
 /* Sets the bar's label, e.g. "text 2/4 akv default 10x". */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * eval_needles.c - retrieval: facts in the context, a question each, greedy answers, and whether the facts are in them. One
- * context carries the facts of all tasks and is read once; every way answers all of its questions.
+ * eval_needles.c - retrieval: facts in the context, a question each, greedy answers, and whether the facts are in them.
+ * One context carries the facts of all tasks and is read once; every way answers all of its questions.
  */
 #include "eval.h"
 
@@ -92,10 +92,8 @@ static int render_question(eval_run *run, const needle_question *text, question 
     q->text = text;
     snprintf(ask, sizeof ask, raw ? "\n\nQuestion: %s\nAnswer:" : "Question: %s", text->ask);
     snprintf(opening, sizeof opening, raw ? " %s" : "%s", text->opening);
-    for (unsigned i = 0; i < text->num_values; i++) {
-        strcat(values, i == 0 ? " " : ", ");
-        strcat(values, text->values[i]);
-    }
+    for (unsigned i = 0, used = 0; i < text->num_values; i++)
+        used += (unsigned)snprintf(values + used, sizeof values - used, "%s%s", i == 0 ? " " : ", ", text->values[i]);
     akv_status status =
         akv_llama_render_question(s->host, s->form, s->system, ask, strlen(ask), &q->tokens, &q->num_tokens, &diag);
     if (status != AKV_OK)
@@ -153,8 +151,8 @@ static int context_make(eval_run *run, uint64_t sample, context *c)
 /* --------------------------------------------------------------------------------------------------------- answers */
 
 /*
- * Greedy answer to one question, behind whatever the host holds now. `first` >= 0: the question was part of the prompt, and
- * this is the first token of the answer.
+ * Greedy answer to one question, behind whatever the host holds now. `first` >= 0: the question was part of the prompt,
+ * and this is the first token of the answer.
  */
 static akv_status answer(eval_run *run, const question *q, int64_t first, eval_answer *out, akv_diag *diag)
 {

@@ -35,7 +35,9 @@ static double error(const series *s)
     return variance > 0.0 ? sqrt(variance / n) : 0.0;
 }
 
-/* Perplexities are of all tokens together, exp of the mean loss; the rise's error is taken over the pieces' own rises. */
+/*
+ * Perplexities are of all tokens together, exp of the mean loss; the rise's error is taken over the pieces' own rises.
+ */
 static void continuations(const eval_way *way, eval_row *row)
 {
     series nll = {0}, dense = {0}, rise = {0}, kld = {0}, top1 = {0};

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * eval_text.c - what compressing a text's beginning does to the prediction of what follows it: perplexity, Kullback-Leibler
- * divergence and agreement of the likeliest token, against the dense cache of the same text.
+ * eval_text.c - what compressing a text's beginning does to the prediction of what follows it: perplexity,
+ * Kullback-Leibler divergence and agreement of the likeliest token, against the dense cache of the same text.
  *
- * The dense logits of a piece are computed once, all methods are compared with them. Tokens are forced in batches: the same
- * batches for every method, since a quantised model's products depend a little on the batch.
+ * The dense logits of a piece are computed once, all methods are compared with them. Tokens are forced in batches: the
+ * same batches for every method, since a quantised model's products depend a little on the batch.
  */
 #include "eval.h"
 #include "random.h"

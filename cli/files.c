@@ -217,7 +217,8 @@ static char *join(const char *a, const char *b)
     char *s = malloc(n + m + 1);
     if (s != NULL) {
         memcpy(s, a, n);
-        memcpy(s + n, b, m + 1);
+        memcpy(s + n, b, m);
+        s[n + m] = '\0';
     }
     return s;
 }

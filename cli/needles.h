@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * needles.h - retrieval questions in the manner of RULER (its task families, our own wording): prose with fact sentences at
- * several depths, and questions about them, each with the opening of its answer.
+ * needles.h - retrieval questions in the manner of RULER (its task families, our own wording): prose with fact
+ * sentences at several depths, and questions about them, each with the opening of its answer.
  */
 #ifndef AKV_CLI_NEEDLES_H
 #define AKV_CLI_NEEDLES_H
@@ -48,8 +48,8 @@ typedef struct needle_request {
 } needle_request;
 
 /*
- * One context with all the facts of the tasks, spread evenly over its depth in random order, and its questions. The same
- * request gives the same context. An exit code; the reason was printed. Free the text with cli_buffer_free.
+ * One context with all the facts of the tasks, spread evenly over its depth in random order, and its questions. The
+ * same request gives the same context. An exit code; the reason was printed. Free the text with cli_buffer_free.
  */
 int needle_build(const needle_request *request, needle_context *out);
 

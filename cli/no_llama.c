@@ -26,7 +26,8 @@ const cli_command cli_cmd_pack = {"pack", "compress a document into a .akv file 
                                   "akv pack is not in this build: it needs libllama\n"};
 const cli_command cli_cmd_eval = {"eval", "measure what compression costs (not in this build: no libllama)", run,
                                   "akv eval is not in this build: it needs libllama\n"};
-const cli_command cli_cmd_calibrate = {"calibrate", "measure how layers share a budget (not in this build: no libllama)",
-                                       run, "akv calibrate is not in this build: it needs libllama\n"};
+const cli_command cli_cmd_calibrate = {"calibrate",
+                                       "measure how layers share a budget (not in this build: no libllama)", run,
+                                       "akv calibrate is not in this build: it needs libllama\n"};
 const cli_command cli_cmd_bench = {"bench", "measure attention against ggml's (not in this build: no libllama)", run,
                                    "akv bench is not in this build: it needs libllama\n"};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rotated.h - a peer of `akv eval`: every token but the last ones in 2, 3 or 4 bits a coordinate after a random rotation, as
- * the TurboQuant family does it. Not part of the library; it only has to be fair.
+ * rotated.h - a peer of `akv eval`: every token but the last ones in 2, 3 or 4 bits a coordinate after a random
+ * rotation, as the TurboQuant family does it. Not part of the library; it only has to be fair.
  */
 #ifndef AKV_CLI_ROTATED_H
 #define AKV_CLI_ROTATED_H
@@ -20,11 +20,12 @@ typedef struct cli_rotated {
 uint64_t cli_rotated_bytes(uint64_t tokens, uint32_t kv_heads, uint32_t dim_k, uint32_t dim_v, uint32_t bits);
 
 /*
- * An akv_llama_segment_fn, opaque a cli_rotated: what reading the quantised cache back would give, as a dense f32 segment.
+ * An akv_llama_segment_fn, opaque a cli_rotated: what reading the quantised cache back would give, as a dense f32
+ * segment.
  *
  * Post-RoPE vectors; a signed orthonormal Hadamard rotation in blocks of the largest power of two that divides the head
- * dimension; Lloyd-Max levels of a unit Gaussian; one 16-bit scale a vector, the least-squares one for the chosen codes after
- * three alternations, which is kinder to this peer than the vector's norm.
+ * dimension; Lloyd-Max levels of a unit Gaussian; one 16-bit scale a vector, the least-squares one for the chosen codes
+ * after three alternations, which is kinder to this peer than the vector's norm.
  */
 akv_status cli_rotated_make(void *opaque, const akv_layer *layer, const akv_config *config, akv_segment **out,
                             akv_diag *diag);

@@ -24,7 +24,7 @@ enum { OPT_PROFILE = 400, OPT_METHOD, OPT_SEED, OPT_SHARES, OPT_RAW, OPT_SYSTEM,
     "      --profile NAME   default; paper: the method exactly as published\n"                                         \
     "      --method NAME    akv; for comparison: snapkv (eviction at the same bytes), exact (every token kept,\n"      \
     "                       through the same path), dense (the engine's own cache; not for pack)\n"                    \
-    "      --shares FILE    made by `akv calibrate`: the same bytes, split unevenly over the layers\n"                  \
+    "      --shares FILE    made by `akv calibrate`: the same bytes, split unevenly over the layers\n"                 \
     "      --seed S         of the random anchors, and of --temp (0)\n"                                                \
     "  -t, --threads N      (all processors)\n"                                                                        \
     "      --raw            no chat template: the model continues document and question as plain text\n"               \

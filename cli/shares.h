@@ -2,8 +2,8 @@
 /*
  * shares.h - the file of `akv calibrate`: how much each layer of a model suffers at several ratios, measured once.
  *
- * JSON: format "anchorkv-layer-errors", version 1, model (hash and description), profile, tokens, pieces, ratios [R] ascending,
- * errors [R][num_layers] (null: a layer without segments). docs/akv.1 describes the members.
+ * JSON: format "anchorkv-layer-errors", version 1, model (hash and description), profile, tokens, pieces, ratios [R]
+ * ascending, errors [R][num_layers] (null: a layer without segments). docs/akv.1 describes the members.
  */
 #ifndef AKV_CLI_SHARES_H
 #define AKV_CLI_SHARES_H

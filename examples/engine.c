@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * engine.c - what an inference engine does with the library, for one layer: compress the cache after the prefill, go on with a
- * dense tail of new tokens, attend to both in one softmax, save the segment, open it again. docs/tutorial.md walks through it.
+ * engine.c - what an inference engine does with the library, for one layer: compress the cache after the prefill, go on
+ * with a dense tail of new tokens, attend to both in one softmax, save the segment, open it again. docs/tutorial.md
+ * walks through it.
  *
  *   cc engine.c $(pkg-config --cflags --libs anchorkv) -lm && ./a.out
  */
@@ -12,7 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { H = 2, G = 3, D = 64, S = 3000, TAIL = 40, W = 32, ALL = S + TAIL }; /* KV heads, group, dim, prompt, new tokens, window */
+enum { H = 2, G = 3, D = 64, S = 3000, TAIL = 40, W = 32, ALL = S + TAIL }; /* KV heads, group, dim, prompt, new tokens,
+                                                                               window */
 static double inv_freq[D / 2];
 
 #define TRY(call) ((call) == AKV_OK ? (void)0 : (fprintf(stderr, "%s\n", diag.message), exit(1)))
@@ -63,7 +65,9 @@ int main(void)
     make_rows(queries, H * G, S - W, W, 3, 1);   /* of the last W tokens of the prompt */
     make_rows(query, H * G, ALL - 1, 1, 4, 1);   /* of the newest token */
 
-    /* 1. Describe the cache where it lies; nothing is copied. The strides say that each head has room for ALL tokens. */
+    /*
+     * 1. Describe the cache where it lies; nothing is copied. The strides say that each head has room for ALL tokens.
+     */
     akv_layer layer;
     akv_layer_init(&layer);
     layer.shape.num_tokens = S;
@@ -115,7 +119,10 @@ int main(void)
         return 1;
     TRY(akv_attend(&step, workspace, bytes, &diag));
 
-    /* 4. Save and open: the bytes are the same in memory and on disk, and are checked as a stranger's when they come back. */
+    /*
+     * 4. Save and open: the bytes are the same in memory and on disk, and are checked as a stranger's when they come
+     * back.
+     */
     size_t size = 0;
     const void *data = akv_segment_data(segment, &size);
     FILE *file = tmpfile();
@@ -142,7 +149,8 @@ int main(void)
     int same = memcmp(out[0], out[1], sizeof out[0]) == 0;
     printf("%d tokens: %llu -> %llu bytes (%.1fx), %d more dense; relative error of the output %.3f; reopened: %s\n", S,
            (unsigned long long)info.dense_bytes, (unsigned long long)info.bytes.total,
-           (double)info.dense_bytes / (double)info.bytes.total, TAIL, sqrt(error / energy), same ? "the same bits" : "DIFFERENT");
+           (double)info.dense_bytes / (double)info.bytes.total, TAIL, sqrt(error / energy),
+           same ? "the same bits" : "DIFFERENT");
     akv_segment_release(segment);
     free(workspace);
     return same && error < 0.01 * energy ? 0 : 1; /* 3.4 % were measured, 10 % are allowed */

@@ -10,7 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-akv_status akvl_fail(akv_diag *diag, akv_status status, const char *format, ...)
+akv_status (akvl_fail)(akv_diag *diag, akv_status status, const char *format, ...)
 {
     if (diag) {
         diag->status = status;

@@ -200,6 +200,9 @@ akv_status akvl_fail(akv_diag *diag, akv_status status, const char *format, ...)
     __attribute__((format(printf, 3, 4)))
 #endif
     ;
+#ifdef __clang_analyzer__ /* it does not see into the other file that what is given is what is returned */
+#  define akvl_fail(diag, status, ...) (akvl_fail(diag, status, __VA_ARGS__), (status))
+#endif
 /* The first error line that libllama logged since it was last told to forget; a sentence's tail, never NULL. */
 void akvl_forget_errors(void);
 const char *akvl_first_error(void);

@@ -10,7 +10,7 @@
 static double turns_plane(const akvl_rope_params *p, double turns)
 {
     const double two_pi = 6.283185307179586;
-    return p->n_dims * log(p->n_ctx_orig / (turns * two_pi)) / (2.0 * log(p->freq_base));
+    return p->n_dims * log(p->n_ctx_orig / (turns * two_pi)) / (2.0 * log((double)p->freq_base));
 }
 
 double akvl_rope_table(const akvl_rope_params *p, const float *freq_factors, double *inv_freq)

@@ -174,7 +174,7 @@ akv_status akv_llama_solve_shares(const double *ratios, const double *errors, ui
     const akv_status status = check_errors(ratios, errors, num_ratios, num_layers, diag);
     if (status != AKV_OK)
         return status;
-    double *cost = akvl_new((size_t)num_layers * GRID, sizeof *cost), *logs = akvl_new(2u * num_ratios, sizeof *logs);
+    double *cost = akvl_new((size_t)num_layers * GRID, sizeof *cost), *logs = akvl_new((size_t)2 * num_ratios, sizeof *logs);
     if (!cost || !logs) {
         free(cost);
         free(logs);

@@ -262,7 +262,7 @@ static void store_row(const float *x, uint32_t dim, akv_dtype dtype, uint8_t *ou
     }
     for (uint32_t i = 0; i < dim; i++) {
         const uint16_t half = dtype == AKV_F16 ? akv_f32_to_f16(x[i]) : akv_f32_to_bf16(x[i]);
-        memcpy(out + 2 * i, &half, 2);
+        memcpy(out + (size_t)2 * i, &half, 2);
     }
 }
 

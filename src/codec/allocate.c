@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * allocate.c - one multiplier for the layer: every token and side takes the level that minimises
- * utility x distortion(level) + lambda x bits(level), keys and values of all heads together; lambda is bisected to the bytes.
+ * utility x distortion(level) + lambda x bits(level), keys and values of all heads together; lambda is bisected to the
+ * bytes.
  */
 #include "codec/ladder.h"
 #include "kernels/coder.h"
@@ -34,8 +35,8 @@ akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_
 }
 
 /*
- * The utility above which each level of the hull pays, rising; the largest float not above it, so that comparing floats decides as
- * comparing doubles would.
+ * The utility above which each level of the hull pays, rising; the largest float not above it, so that comparing floats
+ * decides as comparing doubles would.
  */
 static uint32_t thresholds_of(const akv_hull *hull, double lambda, float *out)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * anchors.c - which tokens become anchors (paper section 3.1): the window, the most attended earlier tokens, and a seeded
- * uniform sample of the rest, per KV head. The sample matters: attention alone does not cover the directions.
+ * anchors.c - which tokens become anchors (paper section 3.1): the window, the most attended earlier tokens, and a
+ * seeded uniform sample of the rest, per KV head. The sample matters: attention alone does not cover the directions.
  */
 #include "codec/ladder.h"
 #include "kernels/kernels.h"
@@ -66,7 +66,8 @@ static void sample_rest(uint8_t *mask, uint64_t n, uint64_t taken, uint64_t need
 
 static void store_anchors(akv_job *job, uint32_t head, const uint8_t *mask)
 {
-    uint32_t *tokens = job->ladder == NULL ? (uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k : NULL;
+    uint32_t *tokens =
+        job->ladder == NULL ? (uint32_t *)akv_job_section(job, AKV_SEC_ANCHOR_TOKENS) + (size_t)head * job->k : NULL;
     uint32_t *anchor_of = job->anchor_of + head * job->S;
     uint32_t count = 0;
     memset(anchor_of, 0, job->S * sizeof *anchor_of);
@@ -78,7 +79,9 @@ static void store_anchors(akv_job *job, uint32_t head, const uint8_t *mask)
         }
 }
 
-/* rank[K] is filled later; until then its memory serves as two masks of [S] bytes: anchors so far, and attended ones. */
+/*
+ * rank[K] is filled later; until then its memory serves as two masks of [S] bytes: anchors so far, and attended ones.
+ */
 static uint8_t *mask_of(const akv_job *job, uint32_t head)
 {
     return (uint8_t *)(job->rank[AKV_SIDE_K] + head * job->S);

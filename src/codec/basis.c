@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * basis.c - the transform of each KV head and side, and how many bits each coordinate gets at each level (docs/method.md
- * "transform"). Keys: eigenvectors over the coordinates that hardly turn within the segment, the others as they are; values:
- * eigenvectors over all. Bits by greedy water-filling on variance x how strongly queries look along the coordinate.
+ * basis.c - the transform of each KV head and side, and how many bits each coordinate gets at each level
+ * (docs/method.md "transform"). Keys: eigenvectors over the coordinates that hardly turn within the segment, the others
+ * as they are; values: eigenvectors over all. Bits by greedy water-filling on variance x how strongly queries look
+ * along the coordinate.
  */
 #include "codec/ladder.h"
 #include "core/slots.h"
@@ -45,8 +46,8 @@ static void sort_gains(akv_gain *g, uint32_t n)
 }
 
 /*
- * Table entries of all levels for weights w[coords]: the best marginal gains per bit until a level is full, so that levels are nested.
- * `total` = the weight of all coordinates, also of those that can never get bits.
+ * Table entries of all levels for weights w[coords]: the best marginal gains per bit until a level is full, so that
+ * levels are nested. `total` = the weight of all coordinates, also of those that can never get bits.
  */
 static void water_fill(akv_job *job, int side, uint32_t head, const double *w, uint32_t coords, double total)
 {
@@ -58,14 +59,16 @@ static void water_fill(akv_job *job, int side, uint32_t head, const double *w, u
     uint32_t n = 0, at = 0, bits = 0;
     for (uint32_t c = 0; c < coords; c++)
         for (uint32_t step = 0; step < 3; step++) {
-            akv_gain g = {w[c] * (akv_entry_distortion[step] - akv_entry_distortion[step + 1]) / step_bits[step], c, step};
+            akv_gain g = {w[c] * (akv_entry_distortion[step] - akv_entry_distortion[step + 1]) / step_bits[step], c,
+                          step};
             gains[n++] = g;
         }
     sort_gains(gains, n);
     double *distortion = ladder->distortion[side] + (size_t)head * (levels + 1);
     distortion[0] = 1.0;
     for (uint32_t l = 0; l < levels; l++) {
-        while (at < n && gains[at].per_bit > 0.0 && bits + step_bits[gains[at].step] <= ladder->options->level_bits[l]) {
+        while (at < n && gains[at].per_bit > 0.0 &&
+               bits + step_bits[gains[at].step] <= ladder->options->level_bits[l]) {
             entry[gains[at].coord] = (uint8_t)(gains[at].step + 1);
             bits += step_bits[gains[at].step];
             at++;
@@ -99,7 +102,8 @@ static void basis_task(void *opaque, size_t task)
     const uint32_t head = (uint32_t)(task / 2);
     const int side = (int)(task % 2);
     const akv_header *h = job->header;
-    const uint32_t dim = h->head_dim[side], n = h->basis_dim[side], cols = h->basis_cols[side], coords = akv_num_coords(h, side);
+    const uint32_t dim = h->head_dim[side], n = h->basis_dim[side], cols = h->basis_cols[side],
+                   coords = akv_num_coords(h, side);
     const uint16_t *order = ladder->coords[side];
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     float *moment = ladder->eigen + slot * ladder->eigen_floats, *query = moment + (size_t)dim * dim;

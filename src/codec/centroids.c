@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * centroids.c - free anchors as directions of many tokens (docs/method.md "anchors of the default profile"). A token drawn for
- * coverage explains its neighbours only as well as any one of them would. The direction that explains most of the energy of
- * all tokens nearest to it does better: gain-shape vector quantisation, one step of the power method a round, each side
- * on its own. Attended anchors, sinks and the window stay the tokens they are: those are to be exact.
+ * centroids.c - free anchors as directions of many tokens (docs/method.md "anchors of the default profile"). A token
+ * drawn for coverage explains its neighbours only as well as any one of them would. The direction that explains most of
+ * the energy of all tokens nearest to it does better: gain-shape vector quantisation, one step of the power method a
+ * round, each side on its own. Attended anchors, sinks and the window stay the tokens they are: those are to be exact.
  */
 #include "codec/ladder.h"
 #include "core/slots.h"
 #include "kernels/kernels.h"
 
 /*
- * Add the tokens of tiles first, first + step, ... to the sum of the anchor nearest to each, weighted by how far it goes along;
- * neither fixed anchors nor what they explain best.
+ * Add the tokens of tiles first, first + step, ... to the sum of the anchor nearest to each, weighted by how far it
+ * goes along; neither fixed anchors nor what they explain best.
  */
 static void gather(akv_job *job, int side, uint32_t head, akv_turner *turner, akv_codec_scratch *s, uint64_t first,
                    uint64_t step, float *sum, float *energy, float *members)
@@ -59,17 +59,19 @@ static void refine_task(void *opaque, size_t task)
             akv_unit_of(anchor + at, dim, unit + at);
         }
     for (uint32_t round = 0; round < job->experiment->anchor_rounds; round++) {
-        memset(sum, 0, ((size_t)k * dim + 2 * k) * sizeof *sum);
+        memset(sum, 0, ((size_t)k * dim + (size_t)2 * k) * sizeof *sum);
         /*
-         * Long contexts: every second tile, the other half the next round. As good as all of them in half the time; a quarter
-         * is not (docs/codec-log.md).
+         * Long contexts: every second tile, the other half the next round. As good as all of them in half the time; a
+         * quarter is not (docs/codec-log.md).
          */
-        const uint64_t step = job->S >= 16 * AKV_TILE_TOKENS ? 2 : 1;
+        const uint64_t step = job->S >= (uint64_t)16 * AKV_TILE_TOKENS ? 2 : 1;
         gather(job, side, head, &turner, s, round % step, step, sum, energy, members);
         for (uint32_t a = 0; a < k; a++) {
             float *x = sum + (size_t)a * dim, *to = anchor + (size_t)a * dim;
             const float square = akv_dot_f32(x, x, dim);
-            /* An anchor without members stays what it is. Absurdly large inputs overflow the sums: so do their anchors. */
+            /*
+             * An anchor without members stays what it is. Absurdly large inputs overflow the sums: so do their anchors.
+             */
             if (fixed[a] || !(square > 0.0f && square < 1e37f && energy[a] < 1e37f))
                 continue;
             /* As long as its members are on average, so that coefficients lie around 1 and -1. */

@@ -13,14 +13,15 @@
 
 /* dense.c */
 akv_status akv_check_layer(const akv_layer *layer, bool need_queries, akv_diag *diag);
-akv_status akv_check_finite(const akv_layer *layer, const akv_tensor *tensor, const char *name, uint32_t heads, uint64_t tokens,
-                            uint32_t dim, const akv_config *config, akv_diag *diag);
+akv_status akv_check_finite(const akv_layer *layer, const akv_tensor *tensor, const char *name, uint32_t heads,
+                            uint64_t tokens, uint32_t dim, const akv_config *config, akv_diag *diag);
 bool akv_positions_consecutive(const akv_layer *layer);
 akv_dtype akv_layer_dtype(const akv_layer *layer); /* what the layer's cache is kept in when it stays dense */
 void akv_header_from_layer(akv_header *header, const akv_layer *layer);
 /* All tokens, or with kept [H, num_kept] a subset per head. The layer has been checked. */
-akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_dense_reason reason, const uint32_t *kept,
-                          uint64_t num_kept, uint64_t budget_bytes, akv_segment **out, akv_diag *diag);
+akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_dense_reason reason,
+                          const uint32_t *kept, uint64_t num_kept, uint64_t budget_bytes, akv_segment **out,
+                          akv_diag *diag);
 
 /* plan.c */
 akv_status akv_check_config(const akv_config *config, akv_diag *diag);
@@ -33,7 +34,10 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
 /* The config's experiment, or the profile's own settings in *defaults. */
 const akv_experiment *akv_experiment_of(const akv_config *config, akv_experiment *defaults);
 
-/* Tokens handled as one matrix; and the least and most of a head's ranges of tokens, one task each (akv_job.range_tokens). */
+/*
+ * Tokens handled as one matrix; and the least and most of a head's ranges of tokens, one task each
+ * (akv_job.range_tokens).
+ */
 #define AKV_TILE_TOKENS 256u
 #define AKV_RANGE_TOKENS 1024u
 #define AKV_MOST_RANGES 16u
@@ -79,7 +83,8 @@ typedef struct akv_job {
     akv_header *header;
     uint64_t S;
     uint32_t H, G, W, k, rows, dk, dv;
-    uint64_t range_tokens; /* a multiple of AKV_TILE_TOKENS that depends on S only, so that results do not depend on threads */
+    uint64_t range_tokens; /* a multiple of AKV_TILE_TOKENS that depends on S only, so that results do not depend on
+                              threads */
     uint64_t num_ranges;
     uint64_t seed; /* of this layer */
     uint8_t *blob; /* NULL in the eviction baseline */
@@ -103,7 +108,8 @@ typedef struct akv_job {
     float *rank[AKV_SIDES];    /* [H, S] what residuals compete with; < 0 for anchors */
 
     double *offset_phase; /* [AKV_TURN_TOKENS, 2, planes] cosines and sines of the offsets */
-    double *block_phase;  /* [num_blocks, 2, planes] of the multiples from first_block on; NULL when positions are far apart */
+    double *block_phase;  /* [num_blocks, 2, planes] of the multiples from first_block on; NULL when positions are far
+                             apart */
     int64_t first_block;
     uint64_t num_blocks;
 
@@ -113,8 +119,9 @@ typedef struct akv_job {
 } akv_job;
 
 /* compress.c: scratch of a job in one allocation (arena), mask [H, S] inside it; and the finiteness of all inputs. */
-akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
-                         akv_header *header, struct akv_ladder *ladder, uint8_t **mask, akv_arena *arena, akv_diag *diag);
+akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config,
+                         const akv_experiment *experiment, akv_header *header, struct akv_ladder *ladder,
+                         uint8_t **mask, akv_arena *arena, akv_diag *diag);
 void akv_job_end(akv_job *job, akv_arena *arena);
 akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv_diag *diag);
 
@@ -127,7 +134,9 @@ void akv_pool_scores(akv_job *job, uint32_t head, uint64_t n, uint32_t width);
 
 /* anchors.c */
 void akv_choose_anchors(akv_job *job);
-/* The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win. */
+/*
+ * The `count` largest of values[0..n), ties to the lower index; mask[i] = 1 for those taken. Negative values never win.
+ */
 void akv_take_largest(const float *values, uint64_t n, uint64_t count, uint8_t *mask);
 
 /* turn.c: tables of phases; a range of a head (task of H * num_ranges); turning and loading rows. */
@@ -135,12 +144,14 @@ void akv_turn_carve(akv_job *job, akv_arena *arena);
 void akv_turn_begin(akv_job *job);
 akv_turner akv_turner_begin(akv_codec_scratch *s);
 /* x [d_k] at its position -> out, direction -1 turns back; x may be out. Without rotary embedding a copy. */
-void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int direction, double magnitude, const float *x, float *out);
+void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int direction, double magnitude,
+                  const float *x, float *out);
 /* Rows [n, dim] of a tensor. */
 void akv_load_rows(const akv_tensor *tensor, uint32_t head, uint64_t t0, uint32_t n, uint32_t dim, float *out);
 /* Tokens as anchors see them: keys un-turned (unless projected post-RoPE) and centred, values as they are. */
 void akv_anchor_space_row(const akv_job *job, int side, uint32_t head, uint64_t token, akv_turner *turner, float *out);
-void akv_anchor_space_rows(const akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, akv_turner *turner, float *out);
+void akv_anchor_space_rows(const akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, akv_turner *turner,
+                           float *out);
 /* A residual in anchor space -> as the queries meet it. In place. */
 void akv_turn_residual(const akv_job *job, uint64_t token, akv_turner *turner, float *r);
 
@@ -159,12 +170,15 @@ static inline void akv_range_of(const akv_job *job, size_t task, uint32_t *head,
 /* project.c: an anchor [dim] -> unit [dim], the same divided by its norm (0 for a zero anchor). */
 void akv_unit_of(const float *anchor, uint32_t dim, float *unit);
 /*
- * The nearest anchors by |cosine| of n <= AKV_TILE_TOKENS rows [n, dim]: their numbers -> nearest [n], row . unit -> along [n]
- * (0 and 0 for a row that no anchor explains). s->sims is used.
+ * The nearest anchors by |cosine| of n <= AKV_TILE_TOKENS rows [n, dim]: their numbers -> nearest [n], row . unit ->
+ * along [n] (0 and 0 for a row that no anchor explains). s->sims is used.
  */
-void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
-                         uint32_t *nearest, float *along);
-/* project.c: means (LADDER), the anchors as stored, nearest anchor and coefficient of every token, and what its residual is worth. */
+void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows,
+                         akv_codec_scratch *s, uint32_t *nearest, float *along);
+/*
+ * project.c: means (LADDER), the anchors as stored, nearest anchor and coefficient of every token, and what its
+ * residual is worth.
+ */
 void akv_project(akv_job *job);
 /* Residual of one token as it is coded: post-RoPE for keys, f32 [dim]. */
 void akv_residual_of(const akv_job *job, int side, uint32_t head, uint64_t token, akv_turner *turner, float *out);

@@ -52,8 +52,9 @@ static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
         akv_ladder_carve(job, arena);
 }
 
-akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config, const akv_experiment *experiment,
-                         akv_header *header, akv_ladder *ladder, uint8_t **mask, akv_arena *arena, akv_diag *diag)
+akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config,
+                         const akv_experiment *experiment, akv_header *header, akv_ladder *ladder, uint8_t **mask,
+                         akv_arena *arena, akv_diag *diag)
 {
     const akv_shape *s = &layer->shape;
     memset(job, 0, sizeof *job);
@@ -97,12 +98,13 @@ akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv
 {
     const akv_shape *s = &layer->shape;
     AKV_TRY(akv_check_finite(layer, &layer->keys, "keys", s->num_kv_heads, s->num_tokens, s->head_dim_k, config, diag));
-    AKV_TRY(akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config, diag));
+    AKV_TRY(
+        akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config, diag));
     if (layer->sampled.data != NULL && layer->num_sampled > 0)
         AKV_TRY(akv_check_finite(layer, &layer->sampled, "sampled", s->num_kv_heads * s->gqa_group, layer->num_sampled,
                                  s->head_dim_k, config, diag));
-    return akv_check_finite(layer, &layer->queries, "queries", s->num_kv_heads * s->gqa_group, s->num_queries, s->head_dim_k,
-                            config, diag);
+    return akv_check_finite(layer, &layer->queries, "queries", s->num_kv_heads * s->gqa_group, s->num_queries,
+                            s->head_dim_k, config, diag);
 }
 
 akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)
@@ -126,8 +128,9 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
     memset(&planned, 0, sizeof planned);
     memset(&ladder, 0, sizeof ladder);
     ladder.options = experiment;
-    uint32_t slow_dims = akv_slow_coords(&layer->rope, shape.head_dim_k, (int64_t)header.last_position - header.first_position + 1,
-                                         experiment->slow_angle, ladder.coords[AKV_SIDE_K]);
+    uint32_t slow_dims =
+        akv_slow_coords(&layer->rope, shape.head_dim_k, (int64_t)header.last_position - header.first_position + 1,
+                        experiment->slow_angle, ladder.coords[AKV_SIDE_K]);
     for (uint32_t i = 0; i < shape.head_dim_v; i++)
         ladder.coords[AKV_SIDE_V][i] = (uint16_t)i;
     AKV_TRY(akv_plan_header(&shape, config, slow_dims, &planned, &info, diag));
@@ -153,12 +156,14 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
 
     akv_segment *segment = akv_segment_new(config->allocator, header.total_bytes);
     if (segment == NULL)
-        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)header.total_bytes);
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
+                        (unsigned long long)header.total_bytes);
     const bool is_ladder = header.coding == AKV_CODING_LADDER;
     akv_job job;
     akv_arena arena;
     uint8_t *mask = NULL;
-    akv_status status = akv_job_begin(&job, layer, config, experiment, &header, is_ladder ? &ladder : NULL, &mask, &arena, diag);
+    akv_status status =
+        akv_job_begin(&job, layer, config, experiment, &header, is_ladder ? &ladder : NULL, &mask, &arena, diag);
     if (status != AKV_OK) {
         akv_segment_release(segment);
         return status;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * coverage.c - anchors for coverage (docs/method.md "anchors of the default profile"): like k-means++ seeding, a token is drawn with
- * probability proportional to the energy that the anchors so far leave of its centred key and of its value. Drawn in
- * batches, as k-means|| does, so that the comparison is a matrix product. All heads go through the rounds together, so that a round's
- * work can be cut by head, side and range.
+ * coverage.c - anchors for coverage (docs/method.md "anchors of the default profile"): like k-means++ seeding, a token
+ * is drawn with probability proportional to the energy that the anchors so far leave of its centred key and of its
+ * value. Drawn in batches, as k-means|| does, so that the comparison is a matrix product. All heads go through the
+ * rounds together, so that a round's work can be cut by head, side and range.
  */
 #include "codec/ladder.h"
 #include "core/slots.h"
@@ -164,14 +164,18 @@ static void draw_task(void *opaque, size_t task)
         }
     }
     const uint32_t want = state->need < BATCH ? (uint32_t)state->need : BATCH;
-    const uint32_t n = want == 0 ? 0 : draw(state, earlier, left_of(job, head, AKV_SIDE_K), left_of(job, head, AKV_SIDE_V),
-                                            want * (CANDIDATES / BATCH));
+    const uint32_t n = want == 0 ? 0
+                                 : draw(state, earlier, left_of(job, head, AKV_SIDE_K), left_of(job, head, AKV_SIDE_V),
+                                        want * (CANDIDATES / BATCH));
     if (n == 0)
         state->need = 0;
     make_units(job, head, n);
 }
 
-/* Task = head * 2 + side: what each candidate would leave to the judges, a regular sample of the tokens -> [candidates, judges]. */
+/*
+ * Task = head * 2 + side: what each candidate would leave to the judges, a regular sample of the tokens -> [candidates,
+ * judges].
+ */
 static void judge_task(void *opaque, size_t task)
 {
     akv_job *job = opaque;
@@ -204,9 +208,9 @@ static void judge_task(void *opaque, size_t task)
 }
 
 /*
- * Task = head. Keep the best of the candidates, one after the other, each judged by how much it takes away from what the ones before leave.
- * A candidate's gain can only fall as others are kept (in rounded sums too), so only those whose last known gain leads are
- * asked again.
+ * Task = head. Keep the best of the candidates, one after the other, each judged by how much it takes away from what
+ * the ones before leave. A candidate's gain can only fall as others are kept (in rounded sums too), so only those whose
+ * last known gain leads are asked again.
  */
 static void keep_task(void *opaque, size_t task)
 {
@@ -222,7 +226,8 @@ static void keep_task(void *opaque, size_t task)
     bool taken[CANDIDATES] = {false};
     for (int side = 0; side < AKV_SIDES; side++) {
         leaves[side] = job->ladder->cover + ((size_t)head * AKV_SIDES + (size_t)side) * AKV_COVER_FLOATS;
-        now[side] = job->ladder->cover + ((size_t)head * AKV_SIDES + (size_t)side) * AKV_COVER_FLOATS + (size_t)CANDIDATES * MOST_JUDGES;
+        now[side] = job->ladder->cover + ((size_t)head * AKV_SIDES + (size_t)side) * AKV_COVER_FLOATS +
+                    (size_t)CANDIDATES * MOST_JUDGES;
     }
     for (uint32_t c = 0; c < n; c++) {
         gain[c] = INFINITY;
@@ -237,7 +242,8 @@ static void keep_task(void *opaque, size_t task)
             asked[best] = kept;
             gain[best] = 0.0;
             for (int side = 0; side < AKV_SIDES; side++)
-                gain[best] += state->weight[side] * kernels->coverage_gain(now[side], leaves[side] + (size_t)best * MOST_JUDGES, judges);
+                gain[best] += state->weight[side] *
+                              kernels->coverage_gain(now[side], leaves[side] + (size_t)best * MOST_JUDGES, judges);
             continue;
         }
         taken[best] = true;

@@ -15,7 +15,7 @@ static akv_status cut_dense(const akv_segment *segment, akv_header *h, const akv
     uint8_t *blob = (uint8_t *)cut + AKV_SEGMENT_OBJECT_BYTES;
     memcpy(blob, h, sizeof *h);
     for (int side = 0; side < AKV_SIDES; side++) {
-        const size_t row = h->head_dim[side] * akv_dtype_bytes((akv_dtype)h->dense_dtype);
+        const size_t row = (size_t)h->head_dim[side] * akv_dtype_bytes((akv_dtype)h->dense_dtype);
         for (uint32_t head = 0; head < h->num_kv_heads; head++)
             memcpy(blob + h->sections[AKV_SEC_DENSE + side].offset + head * h->num_tokens * row,
                    (const uint8_t *)akv_section_of(segment, AKV_SEC_DENSE + side) + head * old->num_tokens * row,

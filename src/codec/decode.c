@@ -5,7 +5,8 @@
 #include "kernels/kernels.h"
 
 /* Add the decoded residual of one token to out. residual = its number within the side, place/count = within its run. */
-static void add_residual(const akv_side_view *v, const akv_header *h, int side, uint64_t run, uint32_t place, uint32_t count, float *out)
+static void add_residual(const akv_side_view *v, const akv_header *h, int side, uint64_t run, uint32_t place,
+                         uint32_t count, float *out)
 {
     uint32_t group = place / AKV_GROUP_LANES, lane = place % AKV_GROUP_LANES;
     uint32_t left = count - group * AKV_GROUP_LANES, g = left < AKV_GROUP_LANES ? left : AKV_GROUP_LANES;
@@ -32,7 +33,8 @@ static void decode_side(const akv_segment *segment, int side, uint32_t head, uin
     const uint32_t planes = h->rotary_dim / 2;
     const bool turn = side == AKV_SIDE_K && planes != 0 && !(h->flags & AKV_FLAG_ANCHORS_POST_ROPE);
     const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
-    const int32_t *positions = h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
+    const int32_t *positions =
+        h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
     double cosine[AKV_MAX_HEAD_DIM / 2], sine[AKV_MAX_HEAD_DIM / 2];
     uint16_t owners[AKV_BLOCK_TOKENS];
     uint64_t block = UINT64_MAX;
@@ -64,8 +66,8 @@ static void decode_side(const akv_segment *segment, int side, uint32_t head, uin
 }
 
 /* Add the residual at place r of a group of g residuals to out [dim]. */
-static void add_ladder_residual(const akv_ladder_view *v, const akv_level_list *list, const uint16_t *coords, const uint8_t *group,
-                                uint32_t g, uint32_t r, float gain, float *out)
+static void add_ladder_residual(const akv_ladder_view *v, const akv_level_list *list, const uint16_t *coords,
+                                const uint8_t *group, uint32_t g, uint32_t r, float gain, float *out)
 {
     uint64_t bit = 0;
     for (uint32_t i = 0; i < list->count; i++) {
@@ -90,7 +92,8 @@ static void decode_ladder(const akv_segment *segment, int side, uint32_t head, u
     const akv_ladder_view v = akv_view_ladder(segment, side, head);
     const uint32_t planes = side == AKV_SIDE_K ? h->rotary_dim / 2 : 0;
     const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
-    const int32_t *positions = h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
+    const int32_t *positions =
+        h->sections[AKV_SEC_POSITIONS].offset ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
     const uint16_t *mean = (const uint16_t *)akv_section_of(segment, AKV_SEC_MEAN) + (size_t)head * v.dim;
     const uint16_t *coords = side == AKV_SIDE_K ? akv_section_of(segment, AKV_SEC_COORDS) : NULL;
     double cosine[AKV_MAX_HEAD_DIM / 2], sine[AKV_MAX_HEAD_DIM / 2];
@@ -126,16 +129,17 @@ static void decode_ladder(const akv_segment *segment, int side, uint32_t head, u
                 const uint32_t g = left < AKV_GROUP_LANES ? left : AKV_GROUP_LANES;
                 const uint64_t t = t0 + tokens[first[l] + i];
                 if (t >= tok0 && t < tok0 + n)
-                    add_ladder_residual(&v, &list, coords, group + i / AKV_GROUP_LANES * 2 * list.bits, g, i % AKV_GROUP_LANES,
-                                        akv_gain_value((run[i / 2] >> (i % 2 * 4)) & 15u), out + (t - tok0) * v.dim);
+                    add_ladder_residual(&v, &list, coords, group + (size_t)(i / AKV_GROUP_LANES) * 2 * list.bits, g,
+                                        i % AKV_GROUP_LANES, akv_gain_value((run[i / 2] >> (i % 2 * 4)) & 15u),
+                                        out + (t - tok0) * v.dim);
             }
             run += akv_run_bytes(count, list.bits);
         }
     }
 }
 
-akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n, float *keys, float *values,
-                              akv_diag *diag)
+akv_status akv_segment_decode(const akv_segment *segment, uint32_t kv_head, uint64_t tok0, uint64_t n, float *keys,
+                              float *values, akv_diag *diag)
 {
     if (segment == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment must not be NULL");

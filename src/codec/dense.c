@@ -9,14 +9,16 @@ akv_status akv_check_layer(const akv_layer *layer, bool need_queries, akv_diag *
     if (layer == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer must not be NULL");
     if (layer->struct_size < sizeof *layer)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_layer has struct_size %zu; call akv_layer_init first", layer->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_layer has struct_size %zu; call akv_layer_init first",
+                        layer->struct_size);
     const akv_shape *s = &layer->shape;
     AKV_TRY(akv_check_shape(s, diag));
     const struct {
         const akv_tensor *tensor;
         const char *name;
         bool needed;
-    } tensors[] = {{&layer->keys, "keys", true}, {&layer->values, "values", true}, {&layer->queries, "queries", need_queries}};
+    } tensors[] = {
+        {&layer->keys, "keys", true}, {&layer->values, "values", true}, {&layer->queries, "queries", need_queries}};
     for (int i = 0; i < 3; i++) {
         if (!tensors[i].needed)
             continue;
@@ -28,34 +30,39 @@ akv_status akv_check_layer(const akv_layer *layer, bool need_queries, akv_diag *
     }
     if (need_queries && layer->sampled.data != NULL && layer->num_sampled > 0) {
         if (layer->sampled_positions == NULL)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sampled_positions is NULL; the %u sampled queries need their positions",
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                            "sampled_positions is NULL; the %u sampled queries need their positions",
                             layer->num_sampled);
         if ((unsigned)layer->sampled.dtype > AKV_BF16)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sampled has dtype %d; it must be AKV_F32, AKV_F16 or AKV_BF16",
-                            (int)layer->sampled.dtype);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                            "sampled has dtype %d; it must be AKV_F32, AKV_F16 or AKV_BF16", (int)layer->sampled.dtype);
         if (layer->num_sampled > MOST_SAMPLED)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_sampled is %u; at most %u are used, a few dozen are enough",
-                            layer->num_sampled, MOST_SAMPLED);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                            "num_sampled is %u; at most %u are used, a few dozen are enough", layer->num_sampled,
+                            MOST_SAMPLED);
     }
     if (layer->rope.rotary_dim != s->rotary_dim)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.rotary_dim is %u but shape.rotary_dim is %u; they must agree",
-                        layer->rope.rotary_dim, s->rotary_dim);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "rope.rotary_dim is %u but shape.rotary_dim is %u; they must agree", layer->rope.rotary_dim,
+                        s->rotary_dim);
     if (s->rotary_dim != 0) {
         if (layer->rope.inv_freq == NULL)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.inv_freq is NULL; %u frequencies are needed", s->rotary_dim / 2);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.inv_freq is NULL; %u frequencies are needed",
+                            s->rotary_dim / 2);
         for (uint32_t j = 0; j < s->rotary_dim / 2; j++)
             if (!isfinite(layer->rope.inv_freq[j]))
                 return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.inv_freq[%u] is not finite", j);
         if ((unsigned)layer->rope.style > AKV_ROPE_INTERLEAVED)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.style is %d; it must be half-split (0) or interleaved (1)",
-                            (int)layer->rope.style);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                            "rope.style is %d; it must be half-split (0) or interleaved (1)", (int)layer->rope.style);
         if (!(layer->rope.magnitude > 0) || !isfinite(layer->rope.magnitude))
             return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rope.magnitude is %g; it must be positive (1 without YaRN)",
                             layer->rope.magnitude);
     }
     if (!isfinite(layer->sm_scale) || !(layer->logit_softcap >= 0) || !isfinite(layer->logit_softcap))
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "sm_scale is %g and logit_softcap %g; both must be finite, the cap >= 0",
-                        layer->sm_scale, layer->logit_softcap);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "sm_scale is %g and logit_softcap %g; both must be finite, the cap >= 0", layer->sm_scale,
+                        layer->logit_softcap);
     if (layer->positions != NULL) {
         for (uint64_t t = 1; t < s->num_tokens; t++)
             if (layer->positions[t] <= layer->positions[t - 1])
@@ -106,8 +113,8 @@ static void check_head(void *opaque, size_t head)
     }
 }
 
-akv_status akv_check_finite(const akv_layer *layer, const akv_tensor *tensor, const char *name, uint32_t heads, uint64_t tokens,
-                            uint32_t dim, const akv_config *config, akv_diag *diag)
+akv_status akv_check_finite(const akv_layer *layer, const akv_tensor *tensor, const char *name, uint32_t heads,
+                            uint64_t tokens, uint32_t dim, const akv_config *config, akv_diag *diag)
 {
     const akv_allocator *allocator = config ? config->allocator : NULL;
     size_t bytes = heads * sizeof(atomic_uint_fast64_t);
@@ -121,8 +128,9 @@ akv_status akv_check_finite(const akv_layer *layer, const akv_tensor *tensor, co
     for (uint32_t h = 0; h < heads && status == AKV_OK; h++) {
         uint64_t at = atomic_load(&job.bad[h]);
         if (at != UINT64_MAX)
-            status = akv_fail(diag, AKV_E_NON_FINITE, "layer %d: %s hold NaN or infinity at head %u, token %llu, dim %llu",
-                              layer->layer_index, name, h, (unsigned long long)(at / dim), (unsigned long long)(at % dim));
+            status =
+                akv_fail(diag, AKV_E_NON_FINITE, "layer %d: %s hold NaN or infinity at head %u, token %llu, dim %llu",
+                         layer->layer_index, name, h, (unsigned long long)(at / dim), (unsigned long long)(at % dim));
     }
     akv_free(allocator, job.bad, bytes);
     return status;
@@ -150,8 +158,8 @@ void akv_header_from_layer(akv_header *h, const akv_layer *layer)
     h->logit_softcap = layer->logit_softcap;
     h->dense_dtype = (uint32_t)akv_layer_dtype(layer);
     h->first_position = layer->positions ? layer->positions[0] : layer->first_position;
-    h->last_position =
-        layer->positions ? layer->positions[s->num_tokens - 1] : (int32_t)(layer->first_position + (int64_t)s->num_tokens - 1);
+    h->last_position = layer->positions ? layer->positions[s->num_tokens - 1]
+                                        : (int32_t)(layer->first_position + (int64_t)s->num_tokens - 1);
 }
 
 typedef struct akv_copy_job {
@@ -185,13 +193,16 @@ static void copy_head(void *opaque, size_t task)
     }
 }
 
-akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_dense_reason reason, const uint32_t *kept,
-                          uint64_t num_kept, uint64_t budget_bytes, akv_segment **out, akv_diag *diag)
+akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_dense_reason reason,
+                          const uint32_t *kept, uint64_t num_kept, uint64_t budget_bytes, akv_segment **out,
+                          akv_diag *diag)
 {
     const akv_shape *s = &layer->shape;
     if (kept == NULL) {
-        AKV_TRY(akv_check_finite(layer, &layer->keys, "keys", s->num_kv_heads, s->num_tokens, s->head_dim_k, config, diag));
-        AKV_TRY(akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config, diag));
+        AKV_TRY(
+            akv_check_finite(layer, &layer->keys, "keys", s->num_kv_heads, s->num_tokens, s->head_dim_k, config, diag));
+        AKV_TRY(akv_check_finite(layer, &layer->values, "values", s->num_kv_heads, s->num_tokens, s->head_dim_v, config,
+                                 diag));
     }
     akv_header h;
     akv_header_from_layer(&h, layer);
@@ -203,7 +214,8 @@ akv_status akv_make_dense(const akv_layer *layer, const akv_config *config, akv_
     akv_layout_sections(&h, false);
     akv_segment *segment = akv_segment_new(config ? config->allocator : NULL, h.total_bytes);
     if (segment == NULL)
-        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes", (unsigned long long)h.total_bytes);
+        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
+                        (unsigned long long)h.total_bytes);
     akv_copy_job job = {layer, &h, (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES, kept};
     memcpy(job.blob, &h, sizeof h);
     akv_parallel_for(config ? config->executor : NULL, copy_head, &job, (size_t)s->num_kv_heads * 2);
@@ -216,7 +228,8 @@ akv_status akv_segment_create_dense(const akv_layer *layer, const akv_config *co
     if (out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
     if (config != NULL && config->struct_size < sizeof *config)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first", config->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first",
+                        config->struct_size);
     AKV_TRY(akv_check_layer(layer, false, diag));
     return akv_make_dense(layer, config, AKV_DENSE_REQUESTED, NULL, 0, 0, out, diag);
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * eigen.c - eigenvectors of a symmetric matrix: Householder's reduction to tridiagonal form, then the implicit QL algorithm
- * (Golub and Van Loan, "Matrix Computations", chapter 8), so arranged that every inner loop runs along rows. A library's
- * routine would need a lock: the serial build of OpenBLAS, for one, is not safe for two callers at once.
+ * eigen.c - eigenvectors of a symmetric matrix: Householder's reduction to tridiagonal form, then the implicit QL
+ * algorithm (Golub and Van Loan, "Matrix Computations", chapter 8), so arranged that every inner loop runs along rows.
+ * A library's routine would need a lock: the serial build of OpenBLAS, for one, is not safe for two callers at once.
  */
 #include "codec/ladder.h"
 #include "kernels/kernels.h"
@@ -29,8 +29,8 @@ static void subtract(const akv_kernels *kernels, float w, const float *x, uint32
 }
 
 /*
- * a -> diagonal[n], beside[n - 1]; q [n, n] the orthogonal matrix with a = q T q^T. work [2, n]. Row k of a keeps its reflector in the
- * columns after k.
+ * a -> diagonal[n], beside[n - 1]; q [n, n] the orthogonal matrix with a = q T q^T. work [2, n]. Row k of a keeps its
+ * reflector in the columns after k.
  */
 static void reduce(float *a, uint32_t n, double *diagonal, double *beside, float *q, float *work)
 {
@@ -87,7 +87,10 @@ static void turn_rows(float c, float s, float *x, float *y, uint32_t n)
     }
 }
 
-/* Diagonal d[n] and e[n - 1] beside it (e[n] scratch) -> eigenvalues in d; rows [n, n] turned along. False: did not converge. */
+/*
+ * Diagonal d[n] and e[n - 1] beside it (e[n] scratch) -> eigenvalues in d; rows [n, n] turned along. False: did not
+ * converge.
+ */
 static bool iterate(double *d, double *e, uint32_t n, float *rows)
 {
     e[n - 1] = 0.0;

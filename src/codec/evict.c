@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * evict.c - the SnapKV eviction baseline at equal bytes, for comparison only. As kvpress runs it (average pooling of width
- * 5, window always kept, softmax over all columns), except that the window is the W queries at hand.
+ * evict.c - the SnapKV eviction baseline at equal bytes, for comparison only. As kvpress runs it (average pooling of
+ * width 5, window always kept, softmax over all columns), except that the window is the W queries at hand.
  */
 #include "codec/codec.h"
 
@@ -17,7 +17,8 @@ akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, ak
     AKV_TRY(akv_check_layer(layer, layer->shape.num_tokens > layer->shape.num_queries, diag));
     const akv_shape *s = &layer->shape;
     const uint64_t dense = akv_dense_bytes(s->num_tokens, s->num_kv_heads, s->head_dim_k, s->head_dim_v);
-    const uint64_t budget = config->budget_bytes != 0 ? config->budget_bytes : (uint64_t)(config->keep_ratio * (double)dense);
+    const uint64_t budget =
+        config->budget_bytes != 0 ? config->budget_bytes : (uint64_t)(config->keep_ratio * (double)dense);
     if (s->num_tokens <= s->num_queries)
         return akv_make_dense(layer, config, AKV_DENSE_WITHIN_WINDOW, NULL, 0, budget, out, diag);
 
@@ -34,7 +35,8 @@ akv_status akv_evict_snapkv(const akv_layer *layer, const akv_config *config, ak
             high = header.num_tokens - 1;
     }
     if (low < s->num_queries)
-        return akv_fail(diag, AKV_E_INFEASIBLE, "a budget of %llu bytes keeps %llu tokens per head, fewer than the window of %u",
+        return akv_fail(diag, AKV_E_INFEASIBLE,
+                        "a budget of %llu bytes keeps %llu tokens per head, fewer than the window of %u",
                         (unsigned long long)budget, (unsigned long long)low, s->num_queries);
     if (low == s->num_tokens)
         return akv_make_dense(layer, config, AKV_DENSE_FITS, NULL, 0, budget, out, diag);

@@ -18,14 +18,14 @@ static uint64_t most_code_bytes(const akv_header *h, const akv_experiment *optio
         uint32_t bits = options->level_bits[options->num_levels - 1];
         if (bits > 4 * h->head_dim[side])
             bits = 4 * h->head_dim[side];
-        bytes += akv_run_bytes(AKV_BLOCK_TOKENS, bits) + 2 * AKV_MAX_LEVELS;
+        bytes += akv_run_bytes(AKV_BLOCK_TOKENS, bits) + (size_t)2 * AKV_MAX_LEVELS;
     }
     return bytes * h->num_kv_heads * akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS);
 }
 
 /* Lay out with k anchors and the bases as told; returns the bytes without any codes. */
-static uint64_t lay_out(akv_header *h, const akv_experiment *options, uint32_t anchors, uint32_t key_dims, bool value_basis,
-                        bool has_positions)
+static uint64_t lay_out(akv_header *h, const akv_experiment *options, uint32_t anchors, uint32_t key_dims,
+                        bool value_basis, bool has_positions)
 {
     h->coding = AKV_CODING_LADDER;
     h->num_anchors = anchors;
@@ -43,8 +43,8 @@ static uint64_t lay_out(akv_header *h, const akv_experiment *options, uint32_t a
 }
 
 /* The same for whichever number of key coordinates turns out slow: akv_plan does not know the RoPE table. */
-static uint64_t most_fixed(akv_header *h, const akv_experiment *options, uint32_t anchors, bool key_basis, bool value_basis,
-                           bool has_positions)
+static uint64_t most_fixed(akv_header *h, const akv_experiment *options, uint32_t anchors, bool key_basis,
+                           bool value_basis, bool has_positions)
 {
     uint64_t most = 0;
     for (uint32_t slow = 0; slow <= (key_basis ? h->head_dim[AKV_SIDE_K] : 0); slow++) {
@@ -54,16 +54,19 @@ static uint64_t most_fixed(akv_header *h, const akv_experiment *options, uint32_
     return most;
 }
 
-uint64_t akv_ladder_least_bytes(akv_header *h, const akv_experiment *options, uint32_t least_anchors, bool has_positions)
+uint64_t akv_ladder_least_bytes(akv_header *h, const akv_experiment *options, uint32_t least_anchors,
+                                bool has_positions)
 {
     return lay_out(h, options, least_anchors, 0, false, has_positions);
 }
 
-void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t least_anchors, uint32_t anchors, uint32_t slow_dims,
-                       bool has_positions, uint64_t budget)
+void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t least_anchors, uint32_t anchors,
+                       uint32_t slow_dims, bool has_positions, uint64_t budget)
 {
     const uint64_t H = h->num_kv_heads, dk = h->head_dim[AKV_SIDE_K], dv = h->head_dim[AKV_SIDE_V];
-    /* What is paid once must leave room for what is paid per token. Both rules look at the shape and the budget only. */
+    /*
+     * What is paid once must leave room for what is paid per token. Both rules look at the shape and the budget only.
+     */
     uint64_t most_anchors = (uint64_t)(ANCHOR_SHARE * (double)budget) / (H * (dk + dv + 4));
     if (anchors > most_anchors)
         anchors = most_anchors < least_anchors ? least_anchors : (uint32_t)most_anchors;
@@ -79,7 +82,8 @@ void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t le
         fixed = most_fixed(h, options, anchors, false, false, has_positions);
     }
     /* The total follows from the widest fixed part; what this RoPE table needs less goes to the codes. */
-    uint64_t codes = options->anchors_only ? 0 : (budget - fixed) / AKV_ALIGN * AKV_ALIGN, most = most_code_bytes(h, options);
+    uint64_t codes = options->anchors_only ? 0 : (budget - fixed) / AKV_ALIGN * AKV_ALIGN,
+             most = most_code_bytes(h, options);
     uint64_t total = fixed + (codes < most ? codes : akv_round_up(most, AKV_ALIGN));
     h->code_bytes = total - lay_out(h, options, anchors, key_basis ? slow_dims : 0, value_basis, has_positions);
     akv_layout_sections(h, has_positions);
@@ -179,7 +183,8 @@ static void mean_task(void *opaque, size_t task)
     }
     /* The two coordinates of a plane share their unit, so that it commutes with the rotation. */
     for (uint32_t j = 0; side == AKV_SIDE_K && j < job->header->rotary_dim / 2; j++) {
-        uint32_t a = akv_plane_first(job->layer->rope.style, j), b = akv_plane_second(job->layer->rope.style, job->header->rotary_dim, j);
+        uint32_t a = akv_plane_first(job->layer->rope.style, j),
+                 b = akv_plane_second(job->layer->rope.style, job->header->rotary_dim, j);
         square[a] = square[b] = 0.5 * (square[a] + square[b]);
     }
     uint16_t *units = (uint16_t *)akv_job_section(job, AKV_SEC_UNITS + side) + (size_t)head * dim;
@@ -213,7 +218,8 @@ static void late_queries(void *opaque, size_t task)
         float *out = l->late + ((size_t)head * l->late_rows + r) * dk;
         akv_tensor_row(sampled ? &layer->sampled : &layer->queries, q_head, m, dk, s->vector);
         if (sampled && planes > 0)
-            akv_turn_row(job, &turner, (int64_t)job->header->last_position - layer->sampled_positions[m], 1, 1.0, s->vector, s->vector);
+            akv_turn_row(job, &turner, (int64_t)job->header->last_position - layer->sampled_positions[m], 1, 1.0,
+                         s->vector, s->vector);
         for (uint32_t i = 0; i < dk; i++)
             out[i] = s->vector[l->coords[AKV_SIDE_K][i]];
     }
@@ -224,7 +230,8 @@ void akv_ladder_begin(akv_job *job)
 {
     for (int side = 0; side < AKV_SIDES; side++)
         memset(job->ladder->moments[side], 0,
-               (size_t)(job->H * job->num_ranges) * job->header->head_dim[side] * job->header->head_dim[side] * sizeof(float));
+               (size_t)(job->H * job->num_ranges) * job->header->head_dim[side] * job->header->head_dim[side] *
+                   sizeof(float));
     memcpy(akv_job_section(job, AKV_SEC_COORDS), job->ladder->coords[AKV_SIDE_K], job->dk * sizeof(uint16_t));
     akv_parallel_for(job->config->executor, mean_task, job, (size_t)job->H * 2);
     akv_parallel_for(job->config->executor, late_queries, job, job->H);

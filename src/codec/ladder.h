@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ladder.h - the state of compressing into the LADDER coding (profile default) and its steps. docs/method.md derives them. */
+/*
+ * ladder.h - the state of compressing into the LADDER coding (profile default) and its steps. docs/method.md derives
+ * them.
+ */
 #ifndef AKV_CODEC_LADDER_H
 #define AKV_CODEC_LADDER_H
 
@@ -61,10 +64,12 @@ typedef struct akv_ladder {
 
 /* ladder.c: planning and the driver. */
 /* Bytes of the smallest segment: least_anchors anchors, no bases, no codes. */
-uint64_t akv_ladder_least_bytes(akv_header *header, const akv_experiment *options, uint32_t least_anchors, bool has_positions);
+uint64_t akv_ladder_least_bytes(akv_header *header, const akv_experiment *options, uint32_t least_anchors,
+                                bool has_positions);
 /*
- * Fields of the header that the coding needs for a budget of at least that: anchors (at most `anchors`), levels, index bits,
- * basis sizes (slow_dims key coordinates hardly turn), and code_bytes such that the total is the largest that fits.
+ * Fields of the header that the coding needs for a budget of at least that: anchors (at most `anchors`), levels, index
+ * bits, basis sizes (slow_dims key coordinates hardly turn), and code_bytes such that the total is the largest that
+ * fits.
  */
 void akv_ladder_layout(akv_header *header, const akv_experiment *options, uint32_t least_anchors, uint32_t anchors,
                        uint32_t slow_dims, bool has_positions, uint64_t budget);
@@ -75,24 +80,25 @@ void akv_ladder_begin(akv_job *job); /* means, late queries */
 void akv_ladder_finish(akv_job *job); /* bases, tables, levels, codes */
 
 /*
- * coverage.c: for every head mark cover_heads[head].need more earlier tokens (mask marks those taken already), so that every
- * direction of centred keys and of values has an anchor near it.
+ * coverage.c: for every head mark cover_heads[head].need more earlier tokens (mask marks those taken already), so that
+ * every direction of centred keys and of values has an anchor near it.
  */
 void akv_cover_directions(akv_job *job);
 
 /*
- * centroids.c: after akv_choose_anchors, turn each free anchor into the direction that explains most of the tokens nearest to it
- * (options->anchor_rounds rounds). job->anchor and job->unit hold all anchors afterwards, not rounded yet; anchor_of
- * names only the tokens whose anchor is fixed. With 0 rounds every anchor stays a token.
+ * centroids.c: after akv_choose_anchors, turn each free anchor into the direction that explains most of the tokens
+ * nearest to it (options->anchor_rounds rounds). job->anchor and job->unit hold all anchors afterwards, not rounded
+ * yet; anchor_of names only the tokens whose anchor is fixed. With 0 rounds every anchor stays a token.
  */
 void akv_refine_anchors(akv_job *job);
 
 /* moments.c: what project.c hands over tile by tile. */
 void akv_ladder_value_deviation(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *values);
-void akv_ladder_second_moments(akv_job *job, size_t range_task, uint32_t n, const float *key_residuals, const float *value_residuals);
+void akv_ladder_second_moments(akv_job *job, size_t range_task, uint32_t n, const float *key_residuals,
+                               const float *value_residuals);
 void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *key_residual_sq,
-                          const float *value_residual_sq, const float *value_sq, akv_codec_scratch *s, float *key_utility,
-                          float *value_utility);
+                          const float *value_residual_sq, const float *value_sq, akv_codec_scratch *s,
+                          float *key_utility, float *value_utility);
 
 /* basis.c: eigenvectors, spectra, water-filled tables. */
 void akv_ladder_bases(akv_job *job);
@@ -105,8 +111,8 @@ akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_
 /* ladder_codes.c */
 void akv_ladder_code(akv_job *job);
 /*
- * rewrite.c: a LADDER segment again, with lower levels or with its first tokens only. Residuals whose level stays are copied bit by
- * bit, the others coded anew from what they decode to.
+ * rewrite.c: a LADDER segment again, with lower levels or with its first tokens only. Residuals whose level stays are
+ * copied bit by bit, the others coded anew from what they decode to.
  */
 typedef struct akv_rewrite {
     const akv_segment *from;

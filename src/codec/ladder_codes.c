@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ladder_codes.c - the residuals of the LADDER coding: into the transform's coordinates, a gain, and the level's bits. */
+/*
+ * ladder_codes.c - the residuals of the LADDER coding: into the transform's coordinates, a gain, and the level's bits.
+ */
 #include "codec/ladder.h"
 
 #include "core/slots.h"
@@ -55,16 +57,18 @@ static uint32_t nearest_gain(double gain)
 }
 
 /*
- * The gain code of the vector x: the one nearest to the best gain of the codes that its root mean square gives, or a neighbour
- * if that codes it better. Without the neighbours alternating between codes and gains stops beside the best of the grid
- * (0.4 to 4 % more squared error).
+ * The gain code of the vector x: the one nearest to the best gain of the codes that its root mean square gives, or a
+ * neighbour if that codes it better. Without the neighbours alternating between codes and gains stops beside the best
+ * of the grid (0.4 to 4 % more squared error).
  */
 static uint32_t gain_of(const float *x, const lane_list *list)
 {
     double gain, least;
     float square;
     akv_coder_best()->squares(x, 1, list->count, NULL, &square);
-    coded_error(x, list, akv_gain_value(nearest_gain(list->coordinates > 0 ? sqrt((double)square / list->coordinates) : 1.0)), &gain);
+    coded_error(x, list,
+                akv_gain_value(nearest_gain(list->coordinates > 0 ? sqrt((double)square / list->coordinates) : 1.0)),
+                &gain);
     const uint32_t middle = nearest_gain(gain);
     uint32_t code = middle;
     least = coded_error(x, list, akv_gain_value(middle), &gain);
@@ -85,7 +89,8 @@ static void transform(const akv_job *job, int side, uint32_t head, uint64_t t0, 
 {
     const akv_ladder *l = job->ladder;
     const akv_header *h = job->header;
-    const uint32_t under = h->basis_dim[side], cols = h->basis_cols[side], dim = h->head_dim[side], coords = akv_num_coords(h, side);
+    const uint32_t under = h->basis_dim[side], cols = h->basis_cols[side], dim = h->head_dim[side],
+                   coords = akv_num_coords(h, side);
     float *rows = side == AKV_SIDE_K ? s->pre : s->value; /* [n, under] */
     for (uint32_t r = 0; r < n; r++) {
         akv_residual_of(job, side, head, t0 + tokens[r], turner, s->vector);
@@ -186,7 +191,8 @@ static void place_runs(akv_job *job)
 static void code_task(void *opaque, size_t task)
 {
     akv_job *job = opaque;
-    const uint64_t blocks = akv_div_up(job->S, AKV_BLOCK_TOKENS), block = task / 2 % blocks, t0 = block * AKV_BLOCK_TOKENS;
+    const uint64_t blocks = akv_div_up(job->S, AKV_BLOCK_TOKENS), block = task / 2 % blocks,
+                   t0 = block * AKV_BLOCK_TOKENS;
     const uint32_t head = (uint32_t)(task / 2 / blocks);
     const int side = (int)(task % 2);
     const uint32_t n = (uint32_t)(job->S - t0 < AKV_BLOCK_TOKENS ? job->S - t0 : AKV_BLOCK_TOKENS);
@@ -216,5 +222,6 @@ static void code_task(void *opaque, size_t task)
 void akv_ladder_code(akv_job *job)
 {
     place_runs(job);
-    akv_parallel_for(job->config->executor, code_task, job, (size_t)(job->H * akv_div_up(job->S, AKV_BLOCK_TOKENS)) * 2);
+    akv_parallel_for(job->config->executor, code_task, job,
+                     (size_t)(job->H * akv_div_up(job->S, AKV_BLOCK_TOKENS)) * 2);
 }

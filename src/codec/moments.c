@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * moments.c - statistics of the residuals for the LADDER coding, gathered tile by tile: second moments for the bases, and
- * utilities that look ahead. What the prompt attends to now, later queries will read on from: a share (pool_weight) of each
- * squared attention weight is spread forwards, (1 - 1/pool_tokens)^j for 64 tokens, and a little backwards. Not from
- * the sinks: every query attends to them whatever it looks for, and nothing is read on from there. Spreading their weight gave
- * the 64 tokens behind them the top level: 5 times the error on some layers of a small model at 20x.
+ * moments.c - statistics of the residuals for the LADDER coding, gathered tile by tile: second moments for the bases,
+ * and utilities that look ahead. What the prompt attends to now, later queries will read on from: a share (pool_weight)
+ * of each squared attention weight is spread forwards, (1 - 1/pool_tokens)^j for 64 tokens, and a little backwards. Not
+ * from the sinks: every query attends to them whatever it looks for, and nothing is read on from there. Spreading their
+ * weight gave the 64 tokens behind them the top level: 5 times the error on some layers of a small model at 20x.
  */
 #include "codec/ladder.h"
 #include "kernels/coder.h"
@@ -17,19 +17,21 @@ void akv_ladder_value_deviation(akv_job *job, uint32_t head, uint64_t t0, uint32
     akv_coder_best()->squares(values, n, job->dv, mean, job->ladder->deviation + head * job->S + t0);
 }
 
-void akv_ladder_second_moments(akv_job *job, size_t range_task, uint32_t n, const float *key_residuals, const float *value_residuals)
+void akv_ladder_second_moments(akv_job *job, size_t range_task, uint32_t n, const float *key_residuals,
+                               const float *value_residuals)
 {
     const float *rows[AKV_SIDES] = {key_residuals, value_residuals};
     for (int side = 0; side < AKV_SIDES; side++) {
         const uint32_t dim = job->header->head_dim[side];
         /* Anchors leave zero rows, which add nothing. */
-        akv_gemm_tn_add(dim, dim, n, rows[side], dim, rows[side], dim, job->ladder->moments[side] + range_task * dim * dim, dim);
+        akv_gemm_tn_add(dim, dim, n, rows[side], dim, rows[side], dim,
+                        job->ladder->moments[side] + range_task * dim * dim, dim);
     }
 }
 
 void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, const float *key_residual_sq,
-                          const float *value_residual_sq, const float *value_sq, akv_codec_scratch *s, float *key_utility,
-                          float *value_utility)
+                          const float *value_residual_sq, const float *value_sq, akv_codec_scratch *s,
+                          float *key_utility, float *value_utility)
 {
     const akv_ladder *ladder = job->ladder;
     const akv_kernels *kernels = akv_kernels_best();
@@ -65,10 +67,12 @@ void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, 
             weight[i] = a * a;
         }
         if (pooled)
-            coder->spread(weight, before, n, total, sinks, AKV_POOL_BEFORE, decay, (float)ladder->options->pool_weight, spread_out);
+            coder->spread(weight, before, n, total, sinks, AKV_POOL_BEFORE, decay, (float)ladder->options->pool_weight,
+                          spread_out);
         else
             memcpy(spread_out, weight + before, n * sizeof *weight);
-        coder->utility_add(&query, n, spread_out, logits, e, vy, value_sq, key_residual_sq, value_residual_sq, u_k, u_v);
+        coder->utility_add(&query, n, spread_out, logits, e, vy, value_sq, key_residual_sq, value_residual_sq, u_k,
+                           u_v);
     }
     const float per_key = (float)(ladder->query_sq[head] / job->dk) * scale * scale;
     for (uint32_t i = 0; i < n; i++) {

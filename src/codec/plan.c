@@ -17,17 +17,21 @@ static akv_status check_ladder_options(const akv_experiment *x, akv_diag *diag)
     for (uint32_t l = 0; rising && l < x->num_levels; l++)
         rising = x->level_bits[l] > (l == 0 ? 0 : x->level_bits[l - 1]) && x->level_bits[l] <= 4096;
     if (!rising)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                        "akv_experiment: the profile default needs 1..%u levels of rising bits (akv_experiment_init_default sets them)",
-                        AKV_MAX_LEVELS);
-    if (!(x->incoherent >= 0.0 && x->incoherent <= 1.0) || !(x->query_mix >= 0.0 && x->query_mix <= 1.0) || !(x->floor >= 0.0) ||
-        !isfinite(x->floor) || !(x->value_boost > 0.0) || !isfinite(x->value_boost) || !(x->slow_angle >= 0.0) ||
-        x->pool_tokens > 1024 || x->basis_cols > AKV_MAX_HEAD_DIM || x->anchor_rounds > 64 || !(x->pool_weight >= 0.0 && x->pool_weight <= 1.0))
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                        "akv_experiment: incoherent, query_mix and pool_weight must be 0..1, floor and slow_angle >= 0, value_boost > 0, "
-                        "pool_tokens <= 1024, anchor_rounds <= 64, basis_cols <= %u", AKV_MAX_HEAD_DIM);
-    if (x->rank != AKV_RANK_UTILITY || x->code_rule != AKV_CODE_ROTATED_LLOYD_MAX || x->anchor_space != AKV_ANCHOR_PRE_ROPE ||
-        x->equal_head_budgets)
+        return akv_fail(
+            diag, AKV_E_INVALID_ARGUMENT,
+            "akv_experiment: the profile default needs 1..%u levels of rising bits (akv_experiment_init_default sets them)",
+            AKV_MAX_LEVELS);
+    if (!(x->incoherent >= 0.0 && x->incoherent <= 1.0) || !(x->query_mix >= 0.0 && x->query_mix <= 1.0) ||
+        !(x->floor >= 0.0) || !isfinite(x->floor) || !(x->value_boost > 0.0) || !isfinite(x->value_boost) ||
+        !(x->slow_angle >= 0.0) || x->pool_tokens > 1024 || x->basis_cols > AKV_MAX_HEAD_DIM || x->anchor_rounds > 64 ||
+        !(x->pool_weight >= 0.0 && x->pool_weight <= 1.0))
+        return akv_fail(
+            diag, AKV_E_INVALID_ARGUMENT,
+            "akv_experiment: incoherent, query_mix and pool_weight must be 0..1, floor and slow_angle >= 0, value_boost > 0, "
+            "pool_tokens <= 1024, anchor_rounds <= 64, basis_cols <= %u",
+            AKV_MAX_HEAD_DIM);
+    if (x->rank != AKV_RANK_UTILITY || x->code_rule != AKV_CODE_ROTATED_LLOYD_MAX ||
+        x->anchor_space != AKV_ANCHOR_PRE_ROPE || x->equal_head_budgets)
         return akv_fail(diag, AKV_E_UNSUPPORTED, "akv_experiment: the paper's ablations belong to AKV_PROFILE_PAPER");
     return AKV_OK;
 }
@@ -37,29 +41,33 @@ akv_status akv_check_config(const akv_config *config, akv_diag *diag)
     if (config == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "config must not be NULL");
     if (config->struct_size < sizeof *config)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first", config->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_config has struct_size %zu; call akv_config_init first",
+                        config->struct_size);
     if (config->profile != AKV_PROFILE_PAPER && config->profile != AKV_PROFILE_DEFAULT)
-        return akv_fail(diag, AKV_E_UNSUPPORTED, "profile %d is not known; use AKV_PROFILE_DEFAULT or AKV_PROFILE_PAPER",
-                        (int)config->profile);
+        return akv_fail(diag, AKV_E_UNSUPPORTED,
+                        "profile %d is not known; use AKV_PROFILE_DEFAULT or AKV_PROFILE_PAPER", (int)config->profile);
     if (config->budget_bytes == 0 && !(config->keep_ratio > 0.0 && config->keep_ratio <= 1.0))
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "keep_ratio is %g; it must be above 0 and at most 1 (0.1 keeps a tenth)",
-                        config->keep_ratio);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "keep_ratio is %g; it must be above 0 and at most 1 (0.1 keeps a tenth)", config->keep_ratio);
     const akv_experiment *x = config->experiment;
     if (x == NULL)
         return AKV_OK;
     if (x->struct_size < sizeof *x)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_experiment has struct_size %zu; call akv_experiment_init first",
-                        x->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_experiment has struct_size %zu; call akv_experiment_init first", x->struct_size);
     if ((unsigned)x->rank > AKV_RANK_RANDOM || (unsigned)x->scale_rule > AKV_SCALE_LEAST_SQUARES ||
         (unsigned)x->code_rule > AKV_CODE_PLAIN_UNIFORM || (unsigned)x->anchor_space > AKV_ANCHOR_POST_ROPE)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                        "akv_experiment: rank is %d (0..%d exist), scale_rule %d (0..%d), code_rule %d (0..%d), anchor_space %d (0..%d)",
-                        (int)x->rank, AKV_RANK_RANDOM, (int)x->scale_rule, AKV_SCALE_LEAST_SQUARES, (int)x->code_rule,
-                        AKV_CODE_PLAIN_UNIFORM, (int)x->anchor_space, AKV_ANCHOR_POST_ROPE);
-    if (!(x->rho >= 0.0 && x->rho <= 1.0) || x->pool_width % 2 == 0 || x->pool_width > 1023 || x->tokens_per_anchor == 0)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
-                        "akv_experiment: rho must be 0..1 (is %g), pool_width odd and below 1024 (is %u), tokens_per_anchor >= 1",
-                        x->rho, x->pool_width);
+        return akv_fail(
+            diag, AKV_E_INVALID_ARGUMENT,
+            "akv_experiment: rank is %d (0..%d exist), scale_rule %d (0..%d), code_rule %d (0..%d), anchor_space %d (0..%d)",
+            (int)x->rank, AKV_RANK_RANDOM, (int)x->scale_rule, AKV_SCALE_LEAST_SQUARES, (int)x->code_rule,
+            AKV_CODE_PLAIN_UNIFORM, (int)x->anchor_space, AKV_ANCHOR_POST_ROPE);
+    if (!(x->rho >= 0.0 && x->rho <= 1.0) || x->pool_width % 2 == 0 || x->pool_width > 1023 ||
+        x->tokens_per_anchor == 0)
+        return akv_fail(
+            diag, AKV_E_INVALID_ARGUMENT,
+            "akv_experiment: rho must be 0..1 (is %g), pool_width odd and below 1024 (is %u), tokens_per_anchor >= 1",
+            x->rho, x->pool_width);
     if (config->profile == AKV_PROFILE_DEFAULT)
         return check_ladder_options(x, diag);
     return AKV_OK;
@@ -84,8 +92,8 @@ static uint32_t anchors_of(const akv_shape *s, const akv_experiment *x)
 }
 
 /*
- * Share N slots: half to the keys, the rest to the values (paper); what a side cannot use (every token that is no anchor
- * owns one already) goes to the other.
+ * Share N slots: half to the keys, the rest to the values (paper); what a side cannot use (every token that is no
+ * anchor owns one already) goes to the other.
  */
 static void split_slots(uint64_t n, uint64_t capacity, bool equal_heads, uint64_t heads, uint64_t out[AKV_SIDES])
 {
@@ -141,7 +149,8 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
 
     akv_plan_info_init(info);
     info->dense_bytes = akv_dense_bytes(shape->num_tokens, shape->num_kv_heads, shape->head_dim_k, shape->head_dim_v);
-    info->budget_bytes = config->budget_bytes != 0 ? config->budget_bytes : (uint64_t)(config->keep_ratio * (double)info->dense_bytes);
+    info->budget_bytes =
+        config->budget_bytes != 0 ? config->budget_bytes : (uint64_t)(config->keep_ratio * (double)info->dense_bytes);
 
     /* What dense would cost, and what the fixed part of the compressed form costs. */
     h->kind = AKV_SEGMENT_DENSE;
@@ -161,7 +170,8 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
 
     bool within_window = shape->num_tokens <= shape->num_queries;
     info->min_bytes = within_window ? 1 : fixed_total < dense_total ? fixed_total : dense_total;
-    info->min_keep_ratio = within_window ? ratio_for(1, info->dense_bytes) : ratio_for(info->min_bytes, info->dense_bytes);
+    info->min_keep_ratio =
+        within_window ? ratio_for(1, info->dense_bytes) : ratio_for(info->min_bytes, info->dense_bytes);
 
     if (within_window)
         info->dense_reason = AKV_DENSE_WITHIN_WINDOW;
@@ -170,12 +180,13 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
     else if (info->budget_bytes >= dense_total)
         info->dense_reason = AKV_DENSE_FITS;
     else if (info->budget_bytes < fixed_total)
-        return akv_fail(diag, AKV_E_INFEASIBLE,
-                        "a budget of %llu bytes cannot hold %llu tokens x %u KV heads: the fixed part (anchors, coefficients) needs "
-                        "%llu bytes; the smallest feasible keep ratio is %.6f (a ratio of %.4fx)",
-                        (unsigned long long)info->budget_bytes, (unsigned long long)shape->num_tokens, shape->num_kv_heads,
-                        (unsigned long long)info->min_bytes, printable_ratio(info->min_keep_ratio),
-                        floor(1e4 / info->min_keep_ratio) * 1e-4);
+        return akv_fail(
+            diag, AKV_E_INFEASIBLE,
+            "a budget of %llu bytes cannot hold %llu tokens x %u KV heads: the fixed part (anchors, coefficients) needs "
+            "%llu bytes; the smallest feasible keep ratio is %.6f (a ratio of %.4fx)",
+            (unsigned long long)info->budget_bytes, (unsigned long long)shape->num_tokens, shape->num_kv_heads,
+            (unsigned long long)info->min_bytes, printable_ratio(info->min_keep_ratio),
+            floor(1e4 / info->min_keep_ratio) * 1e-4);
 
     if (info->dense_reason != AKV_DENSE_NONE) {
         h->kind = AKV_SEGMENT_DENSE;
@@ -188,7 +199,8 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
         memset(h->basis_cols, 0, sizeof h->basis_cols);
         akv_layout_sections(h, false);
     } else if (ladder) {
-        akv_ladder_layout(h, x, least_anchors_of(shape), anchors_of(shape, x), slow_dims, has_positions, info->budget_bytes);
+        akv_ladder_layout(h, x, least_anchors_of(shape), anchors_of(shape, x), slow_dims, has_positions,
+                          info->budget_bytes);
     } else {
         uint64_t low = 0, high = x->anchors_only ? 0 : 2 * capacity; /* total is monotone in the slots: bisect */
         while (low < high) {
@@ -215,8 +227,8 @@ akv_status akv_plan(const akv_shape *shape, const akv_config *config, akv_plan_i
     if (out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
     if (out->struct_size < sizeof *out)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_plan_info has struct_size %zu; call akv_plan_info_init first",
-                        out->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_plan_info has struct_size %zu; call akv_plan_info_init first", out->struct_size);
     akv_header header;
     akv_plan_info info;
     memset(&header, 0, sizeof header);

@@ -31,7 +31,8 @@ static void store_anchor(akv_job *job, int side, uint32_t head, uint32_t a, floa
     int8_t *out = (int8_t *)akv_job_section(job, AKV_SEC_ANCHORS + side) + at * dim;
     uint16_t *scale = (uint16_t *)akv_job_section(job, AKV_SEC_ANCHOR_SCALES + side) + at;
     const float *units = job->unit_of[side] + (size_t)head * dim;
-    float absmax = 0.0f; /* in units: without them the few large coordinates of keys would cost the others their digits */
+    float absmax = 0.0f; /* in units: without them the few large coordinates of keys would cost the others their digits
+                            */
     for (uint32_t i = 0; i < dim; i++)
         absmax = fabsf(x[i]) > absmax * units[i] ? fabsf(x[i]) / units[i] : absmax;
     *scale = akv_f32_to_f16(absmax / 127.0f);
@@ -63,7 +64,8 @@ static void set_index(const akv_job *job, int side, uint32_t head, uint64_t toke
 static uint32_t get_index(const akv_job *job, int side, uint32_t head, uint64_t token)
 {
     const uint8_t *index = akv_job_section(job, AKV_SEC_INDEX + side);
-    return job->k <= 256 ? index[head * job->S + token] : ((const uint16_t *)(const void *)index)[head * job->S + token];
+    return job->k <= 256 ? index[head * job->S + token]
+                         : ((const uint16_t *)(const void *)index)[head * job->S + token];
 }
 
 /* Round and store a coefficient; returns what is read back. own: the token is the anchor. */
@@ -113,7 +115,8 @@ static void store_anchors_task(void *opaque, size_t task)
         store_anchor(job, side, head, a, anchor);
         akv_unit_of(anchor, dim, job->unit[side] + ((size_t)head * job->k + a) * dim);
     }
-    for (uint32_t a = 0; job->ladder != NULL && a < job->k; a++) { /* those that are no token, from akv_refine_anchors */
+    for (uint32_t a = 0; job->ladder != NULL && a < job->k; a++) { /* those that are no token, from akv_refine_anchors
+                                                                      */
         if (job->ladder->fixed[(size_t)head * job->k + a])
             continue;
         float *anchor = job->anchor[side] + ((size_t)head * job->k + a) * dim;
@@ -125,20 +128,22 @@ static void store_anchors_task(void *opaque, size_t task)
 
 /* ---------------------------------------------------------------------------------------------------- projecting */
 
-void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows, akv_codec_scratch *s,
-                         uint32_t *nearest, float *along)
+void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n, const float *rows,
+                         akv_codec_scratch *s, uint32_t *nearest, float *along)
 {
     const uint32_t dim = job->header->head_dim[side];
     const akv_matrix_kernels *kernels = akv_matrix_best();
     kernels->transpose(rows, dim, n, dim, s->sims, AKV_TILE_TOKENS);
-    kernels->nearest(job->unit[side] + (size_t)head * job->k * dim, job->k, dim, s->sims, AKV_TILE_TOKENS, n, nearest, along);
+    kernels->nearest(job->unit[side] + (size_t)head * job->k * dim, job->k, dim, s->sims, AKV_TILE_TOKENS, n, nearest,
+                     along);
 }
 
 /*
- * Nearest anchors of n rows in anchor space: index and coefficient go to the segment, the rows become residuals in anchor
- * space, |cosine| goes to best.
+ * Nearest anchors of n rows in anchor space: index and coefficient go to the segment, the rows become residuals in
+ * anchor space, |cosine| goes to best.
  */
-static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows, akv_codec_scratch *s)
+static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows,
+                         akv_codec_scratch *s)
 {
     const uint32_t dim = job->header->head_dim[side];
     const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
@@ -201,7 +206,8 @@ static void utilities(akv_job *job, uint32_t head, uint32_t n, const float *valu
 
 /* Replace utilities by another rule (ablations), and take anchors and overflow out of the contest. */
 static void finish_ranks(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, float *rank[AKV_SIDES],
-                         float residual_sq[AKV_SIDES][AKV_TILE_TOKENS], float cosine[AKV_SIDES][AKV_TILE_TOKENS], akv_rng *rng)
+                         float residual_sq[AKV_SIDES][AKV_TILE_TOKENS], float cosine[AKV_SIDES][AKV_TILE_TOKENS],
+                         akv_rng *rng)
 {
     for (int side = 0; side < AKV_SIDES; side++)
         for (uint32_t i = 0; i < n; i++) {
@@ -229,7 +235,8 @@ static void project_task(void *opaque, size_t task)
     uint64_t begin, end;
     akv_range_of(job, task, &head, &begin, &end);
     const akv_coder_kernels *kernels = akv_coder_best();
-    const float *queries = job->queries + (size_t)head * job->rows * dk, *outputs = job->output + (size_t)head * job->rows * dv;
+    const float *queries = job->queries + (size_t)head * job->rows * dk,
+                *outputs = job->output + (size_t)head * job->rows * dv;
     uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
     akv_codec_scratch *s = &job->scratch[slot];
     akv_turner turner = akv_turner_begin(s);

@@ -47,8 +47,8 @@ static uint32_t code_of(float x, float inner, float outer)
 }
 
 /*
- * Lloyd's alternation from a first scale: codes for the scale, then the best scale for the codes. *gain = the energy that
- * the codes explain: larger is better.
+ * Lloyd's alternation from a first scale: codes for the scale, then the best scale for the codes. *gain = the energy
+ * that the codes explain: larger is better.
  */
 static double fit_scale(const float *x, uint32_t dim, const float *levels, float bound, double scale, double *gain)
 {
@@ -85,8 +85,8 @@ static float scale_of(const float *x, uint32_t dim, akv_scale_rule rule, const f
 }
 
 /* Residuals of up to AKV_GROUP_LANES owners -> gains and one packed group. */
-static void code_group(akv_job *job, int side, uint32_t head, const uint16_t *owners, uint64_t t0, uint32_t g, uint64_t first,
-                       const float *signs, akv_turner *turner, akv_codec_scratch *s)
+static void code_group(akv_job *job, int side, uint32_t head, const uint16_t *owners, uint64_t t0, uint32_t g,
+                       uint64_t first, const float *signs, akv_turner *turner, akv_codec_scratch *s)
 {
     const uint32_t dim = job->header->head_dim[side], code_bytes = akv_code_bytes(dim);
     const bool plain = job->experiment->code_rule == AKV_CODE_PLAIN_UNIFORM;
@@ -143,5 +143,6 @@ static void code_task(void *opaque, size_t task)
 
 void akv_code_residuals(akv_job *job)
 {
-    akv_parallel_for(job->config->executor, code_task, job, (size_t)(AKV_SIDES * job->H * akv_div_up(job->S, AKV_BLOCK_TOKENS)));
+    akv_parallel_for(job->config->executor, code_task, job,
+                     (size_t)AKV_SIDES * job->H * akv_div_up(job->S, AKV_BLOCK_TOKENS));
 }

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * retarget.c - a compressed segment made smaller without the model. Utilities are not stored, but the level that a token got tells
- * between which two thresholds its utility lay (allocate.c); within the bracket it is guessed from what goes along with it: the
- * other side of the same token, and the tokens around it. docs/method.md "Smaller later" says what the guess costs.
+ * retarget.c - a compressed segment made smaller without the model. Utilities are not stored, but the level that a
+ * token got tells between which two thresholds its utility lay (allocate.c); within the bracket it is guessed from what
+ * goes along with it: the other side of the same token, and the tokens around it. docs/method.md "Smaller later" says
+ * what the guess costs.
  */
 #include "codec/retarget.h"
 
 /*
- * How far to trust the two signs that a token stands high or low in its bracket, in half brackets per octave of difference: a linear fit
- * to the true utilities of 30 layers of SmolLM2-135M at 10x (4,000 tokens). It explains 11 % of the variance; a half bracket is only
- * 0.3 to 0.8 octaves.
+ * How far to trust the two signs that a token stands high or low in its bracket, in half brackets per octave of
+ * difference: a linear fit to the true utilities of 30 layers of SmolLM2-135M at 10x (4,000 tokens). It explains 11 %
+ * of the variance; a half bracket is only 0.3 to 0.8 octaves.
  */
 #define FROM_OTHER_SIDE 0.15
 #define FROM_NEIGHBOURS 0.10
@@ -21,7 +22,9 @@ void akv_retarget_info_init(akv_retarget_info *info)
     info->struct_size = sizeof *info;
 }
 
-/* Thresholds of each level -> middle of its bracket as log2 of the utility, relative to the multiplier that was used. */
+/*
+ * Thresholds of each level -> middle of its bracket as log2 of the utility, relative to the multiplier that was used.
+ */
 static void brackets(const akv_hull *hull, uint32_t levels, float *middle, float *half)
 {
     double low[AKV_MAX_LEVELS + 1], high[AKV_MAX_LEVELS + 1];

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* retarget_plain.c - a segment of profile paper made smaller: residuals are dropped, those of the smallest gain first. */
+/*
+ * retarget_plain.c - a segment of profile paper made smaller: residuals are dropped, those of the smallest gain first.
+ */
 #include "codec/retarget.h"
 #include "core/view.h"
 
@@ -36,7 +38,10 @@ akv_status akv_plan_plain_retarget(const akv_segment *segment, uint64_t budget, 
     return AKV_OK;
 }
 
-/* One head and block of one side: the owners that stay, written one after the other. first/next: their place within the side. */
+/*
+ * One head and block of one side: the owners that stay, written one after the other. first/next: their place within the
+ * side.
+ */
 static uint64_t write_block(const akv_side_view *v, uint64_t block, uint32_t n, const uint8_t *keep, uint64_t next,
                             uint8_t *levels, uint16_t *gains, uint8_t *codes)
 {

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rewrite.c - a LADDER segment written again from its own bytes: lower levels, or only its first tokens. See ladder.h. */
+/*
+ * rewrite.c - a LADDER segment written again from its own bytes: lower levels, or only its first tokens. See ladder.h.
+ */
 #include "codec/ladder.h"
 #include "core/slots.h"
 
@@ -88,7 +90,10 @@ static uint32_t quantise(float x, uint32_t width, float *level)
     return number;
 }
 
-/* Squared error of the vector x [count] (in units of sigma) coded with a gain; *best = the gain that fits its codes best. */
+/*
+ * Squared error of the vector x [count] (in units of sigma) coded with a gain; *best = the gain that fits its codes
+ * best.
+ */
 static double coded_error(const float *x, const float *sigma_sq, const akv_level_list *list, double gain, double *best)
 {
     double xc = 0.0, cc = 0.0, xx = 0.0;
@@ -111,8 +116,9 @@ static uint32_t nearest_gain(double gain)
 }
 
 /*
- * The one nearest to the best gain of the codes that the root mean square gives, or a neighbour if that codes the vector better.
- * Without the neighbours alternating between codes and gains stops beside the best of the grid (0.4 to 4 % more squared error).
+ * The one nearest to the best gain of the codes that the root mean square gives, or a neighbour if that codes the
+ * vector better. Without the neighbours alternating between codes and gains stops beside the best of the grid (0.4 to 4
+ * % more squared error).
  */
 static uint32_t gain_of(const float *x, const float *sigma_sq, const akv_level_list *list)
 {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * turn.c - rows of the cache as f32, and keys turned back from and to their positions. Every step of compression reads the
- * tokens again (a copy of all un-turned keys would be larger than the cache), so this has to be cheap: the phase of a position is
- * that of a multiple of 64 plus that of an offset, both exact and made once a layer. One complex product per plane is
- * left, in double.
+ * turn.c - rows of the cache as f32, and keys turned back from and to their positions. Every step of compression reads
+ * the tokens again (a copy of all un-turned keys would be larger than the cache), so this has to be cheap: the phase of
+ * a position is that of a multiple of 64 plus that of an offset, both exact and made once a layer. One complex product
+ * per plane is left, in double.
  */
 #include "codec/codec.h"
 #include "kernels/coder.h"
@@ -27,12 +27,13 @@ static void phase(const akv_job *job, int64_t position, double *out)
 
 void akv_turn_carve(akv_job *job, akv_arena *arena)
 {
-    const int64_t first = block_of(akv_position_of(job->layer, 0)), last = block_of(akv_position_of(job->layer, job->S - 1));
+    const int64_t first = block_of(akv_position_of(job->layer, 0)),
+                  last = block_of(akv_position_of(job->layer, job->S - 1));
     job->first_block = first;
     job->num_blocks = (uint64_t)(last - first) + 1;
     if (job->num_blocks > 16 + job->S / 16) /* positions with wide gaps: each block when it is met */
         job->num_blocks = 0;
-    job->offset_phase = AKV_TAKE(arena, double, AKV_TURN_TOKENS * 2 * planes_of(job));
+    job->offset_phase = AKV_TAKE(arena, double, (size_t)AKV_TURN_TOKENS * 2 * planes_of(job));
     job->block_phase = AKV_TAKE(arena, double, job->num_blocks * 2 * planes_of(job));
 }
 
@@ -50,7 +51,8 @@ akv_turner akv_turner_begin(akv_codec_scratch *s)
     return t;
 }
 
-void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int direction, double magnitude, const float *x, float *out)
+void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int direction, double magnitude,
+                  const float *x, float *out)
 {
     const int64_t block = block_of(position);
     const uint64_t number = (uint64_t)(block - job->first_block);
@@ -65,8 +67,8 @@ void akv_turn_row(const akv_job *job, akv_turner *turner, int64_t position, int 
         }
     }
     akv_coder_best()->turn(x, job->dk, job->header->rotary_dim, job->layer->rope.style, turner->base,
-                           job->offset_phase + (uint64_t)(position - block * AKV_TURN_TOKENS) * 2 * planes_of(job), direction,
-                           magnitude, out);
+                           job->offset_phase + (uint64_t)(position - block * AKV_TURN_TOKENS) * 2 * planes_of(job),
+                           direction, magnitude, out);
 }
 
 void akv_load_rows(const akv_tensor *tensor, uint32_t head, uint64_t t0, uint32_t n, uint32_t dim, float *out)
@@ -74,8 +76,9 @@ void akv_load_rows(const akv_tensor *tensor, uint32_t head, uint64_t t0, uint32_
     const akv_kernels *kernels = akv_kernels_best();
     for (uint32_t i = 0; i < n; i++)
         if (tensor->stride_dim == 1 && tensor->dtype != AKV_F32)
-            kernels->row_f32((const uint16_t *)tensor->data + head * tensor->stride_head + (int64_t)(t0 + i) * tensor->stride_token,
-                             tensor->dtype, dim, out + (size_t)i * dim);
+            kernels->row_f32(
+                (const uint16_t *)tensor->data + head * tensor->stride_head + (int64_t)(t0 + i) * tensor->stride_token,
+                tensor->dtype, dim, out + (size_t)i * dim);
         else
             akv_tensor_row(tensor, head, (int64_t)(t0 + i), dim, out + (size_t)i * dim);
 }
@@ -85,7 +88,8 @@ static bool pre_rope(const akv_job *job)
     return job->header->rotary_dim != 0 && job->experiment->anchor_space == AKV_ANCHOR_PRE_ROPE;
 }
 
-void akv_anchor_space_rows(const akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, akv_turner *turner, float *out)
+void akv_anchor_space_rows(const akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, akv_turner *turner,
+                           float *out)
 {
     const akv_layer *layer = job->layer;
     const uint32_t dk = job->dk;

@@ -7,8 +7,8 @@
 #define AKV_BASE_H
 
 /*
- * Sizes of caches do not fit into 32 bits, and the bytes of a segment are used where they lie. A compiler that does not tell its
- * byte order is taken at its user's word; a file read in the wrong one is refused by its magic number.
+ * Sizes of caches do not fit into 32 bits, and the bytes of a segment are used where they lie. A compiler that does not
+ * tell its byte order is taken at its user's word; a file read in the wrong one is refused by its magic number.
  */
 #if defined(__SIZEOF_POINTER__) && __SIZEOF_POINTER__ < 8
 #  error "AnchorKV needs a 64-bit target: key/value caches are larger than 32-bit sizes can say"
@@ -33,6 +33,9 @@ _Static_assert(sizeof(void *) >= 8 && sizeof(size_t) >= 8, "AnchorKV needs a 64-
 
 /* Write the message (if diag is not NULL) and return status, so that callers can `return akv_fail(...)`. */
 akv_status akv_fail(akv_diag *diag, akv_status status, const char *format, ...) AKV_PRINTF(3, 4);
+#ifdef __clang_analyzer__ /* it does not see into the other file that what is given is what is returned */
+#  define akv_fail(diag, status, ...) (akv_fail(diag, status, __VA_ARGS__), (status))
+#endif
 
 #define AKV_TRY(expr)                                                                                                  \
     do {                                                                                                               \

@@ -15,8 +15,8 @@
  *
  * Coding PLAIN (profile paper):
  *   ANCHOR_TOKENS u32 [H, k]                   token index of each anchor, ascending
- *   ANCHORS(side) bf16 [H, k, dim]             keys in anchor space (pre-RoPE unless the flag says post), values as they are
- *   INDEX(side)   u8 (k <= 256) or u16 [H, S]  nearest anchor
+ *   ANCHORS(side) bf16 [H, k, dim]             keys in anchor space (pre-RoPE unless the flag says post), values as
+ *   they are INDEX(side)   u8 (k <= 256) or u16 [H, S]  nearest anchor
  *   COEFF(side)   f16 [H, S]
  *   LEVELS(side)  u8 [H, ceil(S / 8)]          bit p & 7 of byte p >> 3: token p owns a residual
  *   RANKS(side)   u64 [H * blocks + 1]         residuals before each block of AKV_BLOCK_TOKENS tokens (heads in order,
@@ -40,25 +40,25 @@
  *   RANKS(k)      u64 [H * blocks * 2 + 1]     where the codes of (head, block, side) begin in CODES(k), in bytes
  *   CODES(k)      u8 [code_bytes]              of both sides
  *
- * Codes of PLAIN. A head's tokens are cut into blocks of AKV_BLOCK_TOKENS. The residuals of one head and block form a run of n
- * codes, n * code_bytes(dim) bytes. A run is cut into groups of AKV_GROUP_LANES residuals, the last group smaller. A
- * group of g residuals takes g * code_bytes(dim) bytes and stores its coordinates one after the other: coordinate i of
- * residual r is the 2-bit number at bit (i * g + r) * 2 of the group, least significant bits first; unused bits are 0.
- * So in a full group coordinate i is one little-endian 32-bit word and a SIMD lane is a token.
+ * Codes of PLAIN. A head's tokens are cut into blocks of AKV_BLOCK_TOKENS. The residuals of one head and block form a
+ * run of n codes, n * code_bytes(dim) bytes. A run is cut into groups of AKV_GROUP_LANES residuals, the last group
+ * smaller. A group of g residuals takes g * code_bytes(dim) bytes and stores its coordinates one after the other:
+ * coordinate i of residual r is the 2-bit number at bit (i * g + r) * 2 of the group, least significant bits first;
+ * unused bits are 0. So in a full group coordinate i is one little-endian 32-bit word and a SIMD lane is a token.
  *
  * A code c in 0..3 means gain * level[c]: Lloyd-Max -1.5104, -0.4528, 0.4528, 1.5104, or with AKV_FLAG_PLAIN_CODES
  * -1, -1/3, 1/3, 1. The coded vector is Hd(sign * r) (r itself with AKV_FLAG_PLAIN_CODES), r being the key residual
  * AFTER the rotary embedding, or the value residual. Signs come from akv_signs(seed, side); Hd is the orthonormal
  * Walsh-Hadamard transform over the greedy power-of-two blocks of the dimension, largest first (112 = 64 + 32 + 16).
  *
- * Codes of LADDER. The residuals of one (head, block, side) are sorted into runs, one per level 1..L that occurs, tokens
- * ascending inside a run. A run of n residuals is: gains, ceil(n / 2) bytes, nibbles, gain = 2^((nibble - 8) / 3); then
- * groups of up to AKV_GROUP_LANES residuals. A group of g residuals takes ceil(g * b / 8) bytes, b being the level's bits
- * per residual (the sum of its table row): coordinate by coordinate (those of 4 bits ascending, then of 2, then of 1: so
- * equal widths are neighbours and a full group's coordinates of one width are whole words), residual by residual, numbers
- * of the coordinate's bits, least significant first. A number c of n bits means gain * sigma * akv_level_value(c, n), the
- * n-bit Lloyd-Max quantiser of the unit Gaussian rounded to whole steps, ascending. The coded vector is the residual in
- * the transform's coordinates; for keys AFTER the rotary embedding.
+ * Codes of LADDER. The residuals of one (head, block, side) are sorted into runs, one per level 1..L that occurs,
+ * tokens ascending inside a run. A run of n residuals is: gains, ceil(n / 2) bytes, nibbles, gain = 2^((nibble - 8) /
+ * 3); then groups of up to AKV_GROUP_LANES residuals. A group of g residuals takes ceil(g * b / 8) bytes, b being the
+ * level's bits per residual (the sum of its table row): coordinate by coordinate (those of 4 bits ascending, then of 2,
+ * then of 1: so equal widths are neighbours and a full group's coordinates of one width are whole words), residual by
+ * residual, numbers of the coordinate's bits, least significant first. A number c of n bits means gain * sigma *
+ * akv_level_value(c, n), the n-bit Lloyd-Max quantiser of the unit Gaussian rounded to whole steps, ascending. The
+ * coded vector is the residual in the transform's coordinates; for keys AFTER the rotary embedding.
  */
 #ifndef AKV_LAYOUT_H
 #define AKV_LAYOUT_H

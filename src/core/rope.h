@@ -9,7 +9,8 @@
 #include "core/base.h"
 
 /* cos/sin of position * inv_freq[j]; position may be negative (turns back). */
-static inline void akv_rope_phase(const double *inv_freq, uint32_t planes, int64_t position, double *cos_out, double *sin_out)
+static inline void akv_rope_phase(const double *inv_freq, uint32_t planes, int64_t position, double *cos_out,
+                                  double *sin_out)
 {
     for (uint32_t j = 0; j < planes; j++) {
         double angle = (double)position * inv_freq[j];
@@ -30,11 +31,11 @@ static inline uint32_t akv_plane_second(akv_rope_style style, uint32_t rotary_di
 }
 
 /*
- * out = magnitude x rotation of x by the phase, in the style's own coordinate order, the rest of dim copied. In-place is
- * fine. direction -1 turns back.
+ * out = magnitude x rotation of x by the phase, in the style's own coordinate order, the rest of dim copied. In-place
+ * is fine. direction -1 turns back.
  */
-static inline void akv_rope_turn(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_style style, const double *cosine,
-                                 const double *sine, int direction, double magnitude, float *out)
+static inline void akv_rope_turn(const float *x, uint32_t dim, uint32_t rotary_dim, akv_rope_style style,
+                                 const double *cosine, const double *sine, int direction, double magnitude, float *out)
 {
     for (uint32_t j = 0; j < rotary_dim / 2; j++) {
         uint32_t a = akv_plane_first(style, j), b = akv_plane_second(style, rotary_dim, j);
@@ -63,7 +64,8 @@ typedef struct akv_rope_walk {
 
 static inline akv_rope_walk akv_rope_walk_begin(const double *inv_freq, uint32_t planes, double *phase)
 {
-    akv_rope_walk w = {inv_freq, planes, false, 0, phase, phase + planes, phase + 2 * (size_t)planes, phase + 3 * (size_t)planes};
+    akv_rope_walk w = {
+        inv_freq, planes, false, 0, phase, phase + planes, phase + 2 * (size_t)planes, phase + 3 * (size_t)planes};
     akv_rope_phase(inv_freq, planes, 1, w.step_cosine, w.step_sine);
     return w;
 }

@@ -53,15 +53,17 @@ void akv_header_bytes(const akv_header *h, akv_bytes *b)
     b->positions = s[AKV_SEC_POSITIONS].bytes + s[AKV_SEC_ANCHOR_TOKENS].bytes;
     b->index = s[AKV_SEC_INDEX].bytes + s[AKV_SEC_INDEX + 1].bytes;
     b->coefficients = s[AKV_SEC_COEFF].bytes + s[AKV_SEC_COEFF + 1].bytes;
-    b->level_maps = s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes + s[AKV_SEC_RANKS].bytes + s[AKV_SEC_RANKS + 1].bytes;
-    b->residuals = s[AKV_SEC_GAINS].bytes + s[AKV_SEC_GAINS + 1].bytes + s[AKV_SEC_CODES].bytes + s[AKV_SEC_CODES + 1].bytes;
+    b->level_maps =
+        s[AKV_SEC_LEVELS].bytes + s[AKV_SEC_LEVELS + 1].bytes + s[AKV_SEC_RANKS].bytes + s[AKV_SEC_RANKS + 1].bytes;
+    b->residuals =
+        s[AKV_SEC_GAINS].bytes + s[AKV_SEC_GAINS + 1].bytes + s[AKV_SEC_CODES].bytes + s[AKV_SEC_CODES + 1].bytes;
     b->dense = s[AKV_SEC_DENSE].bytes + s[AKV_SEC_DENSE + 1].bytes;
     b->model = s[AKV_SEC_MEAN].bytes + s[AKV_SEC_COORDS].bytes;
     for (int side = 0; side < AKV_SIDES; side++)
-        b->model += s[AKV_SEC_BASIS + side].bytes + s[AKV_SEC_BASIS_SCALES + side].bytes + s[AKV_SEC_SIGMAS + side].bytes +
-                    s[AKV_SEC_TABLES + side].bytes + s[AKV_SEC_UNITS + side].bytes;
-    b->header = h->total_bytes - (b->anchors + b->positions + b->index + b->coefficients + b->level_maps + b->residuals +
-                                  b->model + b->dense);
+        b->model += s[AKV_SEC_BASIS + side].bytes + s[AKV_SEC_BASIS_SCALES + side].bytes +
+                    s[AKV_SEC_SIGMAS + side].bytes + s[AKV_SEC_TABLES + side].bytes + s[AKV_SEC_UNITS + side].bytes;
+    b->header = h->total_bytes - (b->anchors + b->positions + b->index + b->coefficients + b->level_maps +
+                                  b->residuals + b->model + b->dense);
 }
 
 akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *out, akv_diag *diag)
@@ -69,8 +71,8 @@ akv_status akv_segment_get_info(const akv_segment *segment, akv_segment_info *ou
     if (segment == NULL || out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "segment and out must not be NULL");
     if (out->struct_size < sizeof *out)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_segment_info has struct_size %zu; call akv_segment_info_init first",
-                        out->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "akv_segment_info has struct_size %zu; call akv_segment_info_init first", out->struct_size);
     const akv_header *h = akv_header_of(segment);
     akv_segment_info_init(out);
     out->kind = (akv_segment_kind)h->kind;

@@ -7,31 +7,36 @@ akv_status akv_check_shape(const akv_shape *s, akv_diag *diag)
     if (s == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "shape must not be NULL");
     if (s->struct_size < sizeof *s)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_shape has struct_size %zu; call akv_shape_init first", s->struct_size);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_shape has struct_size %zu; call akv_shape_init first",
+                        s->struct_size);
     if (s->num_tokens == 0)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_tokens is 0; there is nothing to compress");
     if (s->num_tokens > AKV_MAX_TOKENS)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_tokens is %llu; at most 2^40 are possible",
                         (unsigned long long)s->num_tokens);
-    if (s->num_kv_heads == 0 || s->num_kv_heads > AKV_MAX_KV_HEADS || s->num_tokens * s->num_kv_heads > AKV_MAX_HEAD_TOKENS)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_kv_heads is %u; it must be 1..%u, and tokens x heads at most 2^48",
-                        s->num_kv_heads, AKV_MAX_KV_HEADS);
+    if (s->num_kv_heads == 0 || s->num_kv_heads > AKV_MAX_KV_HEADS ||
+        s->num_tokens * s->num_kv_heads > AKV_MAX_HEAD_TOKENS)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "num_kv_heads is %u; it must be 1..%u, and tokens x heads at most 2^48", s->num_kv_heads,
+                        AKV_MAX_KV_HEADS);
     if (s->gqa_group == 0 || s->gqa_group > AKV_MAX_GQA_GROUP)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "gqa_group is %u; query heads per KV head must be 1..%u", s->gqa_group,
-                        AKV_MAX_GQA_GROUP);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "gqa_group is %u; query heads per KV head must be 1..%u",
+                        s->gqa_group, AKV_MAX_GQA_GROUP);
     const uint32_t dims[2] = {s->head_dim_k, s->head_dim_v};
     for (int side = 0; side < 2; side++)
         if (dims[side] < 2 || dims[side] > AKV_MAX_HEAD_DIM || dims[side] % 2 != 0)
-            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "head_dim_%c is %u; it must be even and 2..%u", side ? 'v' : 'k',
-                            dims[side], AKV_MAX_HEAD_DIM);
+            return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "head_dim_%c is %u; it must be even and 2..%u",
+                            side ? 'v' : 'k', dims[side], AKV_MAX_HEAD_DIM);
     if (s->rotary_dim % 2 != 0 || s->rotary_dim > s->head_dim_k)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "rotary_dim is %u; it must be even and at most head_dim_k = %u",
                         s->rotary_dim, s->head_dim_k);
     if (s->num_queries == 0 || s->num_queries > AKV_MAX_QUERIES)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "num_queries is %u; observation queries must be 1..%u (32 is usual)",
-                        s->num_queries, AKV_MAX_QUERIES);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "num_queries is %u; observation queries must be 1..%u (32 is usual)", s->num_queries,
+                        AKV_MAX_QUERIES);
     if ((unsigned)s->dtype > AKV_BF16)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "dtype is %d; it must be AKV_F32, AKV_F16 or AKV_BF16", (int)s->dtype);
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "dtype is %d; it must be AKV_F32, AKV_F16 or AKV_BF16",
+                        (int)s->dtype);
     return AKV_OK;
 }
 

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sizes.h - what a segment's bytes must be, given its shape: one formula for planner, writers and the hostile reader. */
+/*
+ * sizes.h - what a segment's bytes must be, given its shape: one formula for planner, writers and the hostile reader.
+ */
 #ifndef AKV_SIZES_H
 #define AKV_SIZES_H
 
@@ -25,7 +27,8 @@ akv_status akv_check_shape(const akv_shape *shape, akv_diag *diag);
 void akv_layout_sections(akv_header *header, bool has_positions);
 
 /* Same as dense 16-bit keys and values: the yardstick of every ratio. */
-static inline uint64_t akv_dense_bytes(uint64_t num_tokens, uint32_t num_kv_heads, uint32_t head_dim_k, uint32_t head_dim_v)
+static inline uint64_t akv_dense_bytes(uint64_t num_tokens, uint32_t num_kv_heads, uint32_t head_dim_k,
+                                       uint32_t head_dim_v)
 {
     return num_tokens * num_kv_heads * ((uint64_t)head_dim_k + head_dim_v) * 2;
 }

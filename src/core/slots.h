@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* slots.h - scratch for tasks that do not know their worker: as many slots as may run at once, claimed without a lock. */
+/*
+ * slots.h - scratch for tasks that do not know their worker: as many slots as may run at once, claimed without a lock.
+ */
 #ifndef AKV_SLOTS_H
 #define AKV_SLOTS_H
 

@@ -36,7 +36,7 @@ const char *akv_status_str(akv_status status)
     return "unknown status";
 }
 
-akv_status akv_fail(akv_diag *diag, akv_status status, const char *format, ...)
+akv_status (akv_fail)(akv_diag *diag, akv_status status, const char *format, ...)
 {
     if (diag != NULL) {
         va_list args;

@@ -30,7 +30,8 @@ static inline akv_side_view akv_view_side(const akv_segment *segment, int side, 
     memset(&v, 0, sizeof v);
     v.dim = h->head_dim[side];
     v.num_anchors = h->num_anchors;
-    v.anchors = (const uint16_t *)akv_section_of(segment, AKV_SEC_ANCHORS + side) + (uint64_t)head * h->num_anchors * v.dim;
+    v.anchors =
+        (const uint16_t *)akv_section_of(segment, AKV_SEC_ANCHORS + side) + (uint64_t)head * h->num_anchors * v.dim;
     if (h->num_anchors <= 256)
         v.index8 = (const uint8_t *)akv_section_of(segment, AKV_SEC_INDEX + side) + at;
     else
@@ -59,14 +60,16 @@ static inline bool akv_view_owns(const akv_side_view *v, uint64_t token)
  * The tokens of block `block` (of n tokens) that own a residual, as offsets from the block's start, ascending. Returns
  * their number.
  */
-static inline uint32_t akv_view_owners(const akv_side_view *v, uint64_t block, uint32_t n, uint16_t out[AKV_BLOCK_TOKENS])
+static inline uint32_t akv_view_owners(const akv_side_view *v, uint64_t block, uint32_t n,
+                                       uint16_t out[AKV_BLOCK_TOKENS])
 {
     const uint8_t *bits = v->owns + block * (AKV_BLOCK_TOKENS / 8);
     uint32_t count = 0;
     for (uint32_t b = 0; b < (n + 7) / 8; b++)
         for (uint32_t byte = bits[b]; byte != 0; byte &= byte - 1) {
             uint32_t low = byte & (0u - byte);
-            uint32_t bit = low >= 16 ? 4 + (low >= 32) + (low >= 64) + (low >= 128) : (low >= 2) + (low >= 4) + (low >= 8);
+            uint32_t bit =
+                low >= 16 ? 4 + (low >= 32) + (low >= 64) + (low >= 128) : (low >= 2) + (low >= 4) + (low >= 8);
             out[count++] = (uint16_t)(b * 8 + bit);
         }
     return count;

@@ -15,6 +15,7 @@ static bool layer_is_blank(const akv_document_layer *layer)
     akv_document_layer blank;
     memset(&blank, 0, sizeof blank);
     blank.kind = layer->kind;
+    /* bit by bit is meant: a negative zero is not blank. NOLINTNEXTLINE(bugprone-suspicious-memory-comparison,cert-*) */
     return memcmp(&blank, layer, sizeof blank) == 0;
 }
 

@@ -207,7 +207,7 @@ void ref_view_codes(const ref_view *view, int side, uint32_t head, uint64_t toke
  */
 bool ref_decode(const void *blob, int side, uint32_t head, double *out, double *size);
 
-/* ------------------------------------------------------------------- reading the LADDER coding (layout.h, section 7) */
+/* ------------------------------------------------------------------ reading the LADDER coding (layout.h, section 7) */
 
 extern const double ref_levels_1bit[2];
 extern const double ref_levels_2bit[4];
@@ -252,7 +252,8 @@ typedef struct ref_row_result {
     double tol_out;   /* fp32 rounding of every coordinate of out: a bound, far above what is seen */
     double plain;     /* what is seen: the largest error of a coordinate when plain fp32 loops do the same sums */
     double tol_logit; /* fp32 rounding of max and lse */
-    double whole;     /* share of tol_out, and what may come on top of plain: rounding to 16 bits (ref_rounding), or 0 */
+    double whole;     /* share of tol_out, and what may come on top of plain: rounding to 16 bits (ref_rounding), or 0
+                         */
 } ref_row_result;
 
 /* Rounding to 16 bits in attention over one head of a LADDER segment. Freed by ref_rounding_free. */
@@ -260,7 +261,8 @@ typedef struct ref_rounding ref_rounding;
 ref_rounding *ref_rounding_of(const void *blob, uint32_t head);
 void ref_rounding_free(ref_rounding *rounding);
 void ref_rounding_logits(const ref_rounding *rounding, const double *q, double *off); /* q times the scale; off [S] */
-double ref_rounding_out(const ref_rounding *rounding, const double *weights);         /* weights [S]: any coordinate of out */
+double ref_rounding_out(const ref_rounding *rounding, const double *weights);         /* weights [S]: any coordinate of
+                                                                                         out */
 
 bool ref_attend_row(const double *q, uint64_t n, const double *keys, const double *key_sizes, uint32_t dim_k,
                     const double *values, const double *value_sizes, uint32_t dim_v, const double *bias, double scale,

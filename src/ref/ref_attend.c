@@ -135,15 +135,16 @@ static bool gather(const akv_attend_params *params, int side, uint32_t head, dou
 static bool is_whole(const akv_segment *segment)
 {
     const akv_header *h = akv_segment_data(segment, NULL);
-    return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER && h->sections[AKV_SEC_POSITIONS].offset == 0;
+    return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER &&
+           h->sections[AKV_SEC_POSITIONS].offset == 0;
 }
 
 /*
- * Adds to a row's tolerances what rounding to 16 bits may do. A weight off by e in its exponent moves the output by weight * e *
- * (value - output), at first order.
+ * Adds to a row's tolerances what rounding to 16 bits may do. A weight off by e in its exponent moves the output by
+ * weight * e * (value - output), at first order.
  */
-static bool add_whole(const akv_attend_params *params, ref_rounding *const *rounding, const double *q, const double *keys,
-                      const double *values, const double *out, ref_row_result *row)
+static bool add_whole(const akv_attend_params *params, ref_rounding *const *rounding, const double *q,
+                      const double *keys, const double *values, const double *out, ref_row_result *row)
 {
     const uint32_t dk = params->head_dim_k, dv = params->head_dim_v;
     const double mean = norm(out, dv), cap = params->logit_softcap;
@@ -153,7 +154,7 @@ static bool add_whole(const akv_attend_params *params, ref_rounding *const *roun
         scaled[i] = params->sm_scale * q[i];
     for (uint32_t s = 0; s < params->num_segments; s++) {
         const uint64_t S = ((const akv_header *)akv_segment_data(params->segments[s], NULL))->num_tokens;
-        double *off = rounding[s] != NULL ? malloc(2 * S * sizeof *off) : NULL, *weight = off + S;
+        double *off = rounding[s] != NULL ? malloc(2 * S * sizeof *off) : NULL, *weight = off != NULL ? off + S : NULL;
         if (rounding[s] != NULL && off == NULL)
             return false;
         if (rounding[s] != NULL) {
@@ -194,7 +195,8 @@ bool ref_attend(const akv_attend_params *params, double *out, ref_row_result *ro
     double *bias = malloc((n + 1) * sizeof *bias);
     double *q = malloc(dk * sizeof *q);
     ref_rounding **rounding = calloc(params->num_segments + 1, sizeof(ref_rounding *));
-    bool ok = rounding != NULL && keys != NULL && values != NULL && key_sizes != NULL && value_sizes != NULL && bias != NULL && q != NULL;
+    bool ok = rounding != NULL && keys != NULL && values != NULL && key_sizes != NULL && value_sizes != NULL &&
+              bias != NULL && q != NULL;
     for (uint32_t head = 0; ok && head < params->num_kv_heads; head++) {
         ok = gather(params, AKV_SIDE_K, head, keys, key_sizes) && gather(params, AKV_SIDE_V, head, values, value_sizes);
         for (uint32_t s = 0; ok && s < params->num_segments; s++)

@@ -5,7 +5,10 @@
 
 #include <stdlib.h>
 
-/* Lloyd-Max quantisers of the unit Gaussian, ascending, as multiples of 0.7979, 0.15104 and 0.02622 (test_ref checks them). */
+/*
+ * Lloyd-Max quantisers of the unit Gaussian, ascending, as multiples of 0.7979, 0.15104 and 0.02622 (test_ref checks
+ * them).
+ */
 const double ref_levels_1bit[2] = {-0.7979, 0.7979};
 const double ref_levels_2bit[4] = {-1.5104, -0.45312, 0.45312, 1.5104};
 const double ref_levels_4bit[16] = {-2.72688, -2.07138, -1.62564, -1.25856, -0.94392, -0.6555, -0.3933, -0.1311,

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ref_rounding.c - how far attention over the LADDER coding may be off because it rounds queries, turned anchors and softmax
- * weights to 16 bits before it sums whole numbers (docs/numerics.md, "whole numbers"). Roundings are taken as independent and
- * uniform, half a step either way, so a sum's deviation is known; six of them are allowed.
+ * ref_rounding.c - how far attention over the LADDER coding may be off because it rounds queries, turned anchors and
+ * softmax weights to 16 bits before it sums whole numbers (docs/numerics.md, "whole numbers"). Roundings are taken as
+ * independent and uniform, half a step either way, so a sum's deviation is known; six of them are allowed.
  */
 #include "core/base.h"
 #include "ref/ref.h"
@@ -54,7 +54,10 @@ static double unit_of(uint32_t width)
     return width == 1 ? 0.7979 : width == 2 ? 0.15104 : 0.02622;
 }
 
-/* Queries in a level's coordinates: the step is the largest / 32639; z / (sigma unit) is gain * number, summed in squares. */
+/*
+ * Queries in a level's coordinates: the step is the largest / 32639; z / (sigma unit) is gain * number, summed in
+ * squares.
+ */
 static void residual_logits(const ref_rounding *r, const double *q, double *off)
 {
     const ref_view *view = &r->view;
@@ -68,7 +71,8 @@ static void residual_logits(const ref_rounding *r, const double *q, double *off)
         for (uint32_t l = 1; l <= view->header->num_levels; l++) {
             uint32_t width = ref_ladder_bits(view, AKV_SIDE_K, r->head, l, c);
             if (width != 0)
-                largest[l] = fmax(largest[l], fabs(projected[c] * ref_ladder_sigma(view, AKV_SIDE_K, r->head, c) * unit_of(width)));
+                largest[l] = fmax(largest[l],
+                                  fabs(projected[c] * ref_ladder_sigma(view, AKV_SIDE_K, r->head, c) * unit_of(width)));
         }
     }
     for (uint64_t t = 0; t < view->header->num_tokens; t++) {
@@ -76,7 +80,9 @@ static void residual_logits(const ref_rounding *r, const double *q, double *off)
         double square = 0;
         for (uint32_t c = 0; level != 0 && c < coords; c++) {
             uint32_t width = ref_ladder_bits(view, AKV_SIDE_K, r->head, level, c);
-            double number = width == 0 ? 0 : r->z[0][t * coords + c] / (ref_ladder_sigma(view, AKV_SIDE_K, r->head, c) * unit_of(width));
+            double number = width == 0 ? 0
+                                       : r->z[0][t * coords + c] /
+                                             (ref_ladder_sigma(view, AKV_SIDE_K, r->head, c) * unit_of(width));
             square += number * number;
         }
         off[t] += square * pow(largest[level] / 32639, 2) / 12;
@@ -84,8 +90,9 @@ static void residual_logits(const ref_rounding *r, const double *q, double *off)
 }
 
 /*
- * Anchors: coordinates turned in steps of 1/128 byte, two roundings each and a cosine and sine rounded to 2^-14; the query
- * rounded to a step of the longest plane / 32700, or of an eighth of the planes' (pairs of coordinates by place) sum / 92600.
+ * Anchors: coordinates turned in steps of 1/128 byte, two roundings each and a cosine and sine rounded to 2^-14; the
+ * query rounded to a step of the longest plane / 32700, or of an eighth of the planes' (pairs of coordinates by place)
+ * sum / 92600.
  */
 static void anchor_logits(const ref_rounding *r, const double *q, double *off)
 {
@@ -93,7 +100,8 @@ static void anchor_logits(const ref_rounding *r, const double *q, double *off)
     const akv_header *h = view->header;
     const uint32_t dim = h->head_dim[AKV_SIDE_K], planes = h->rotary_dim / 2;
     const uint16_t *units = (const uint16_t *)section(view, AKV_SEC_UNITS) + (uint64_t)r->head * dim;
-    const uint16_t *scales = (const uint16_t *)section(view, AKV_SEC_ANCHOR_SCALES) + (uint64_t)r->head * h->num_anchors;
+    const uint16_t *scales =
+        (const uint16_t *)section(view, AKV_SEC_ANCHOR_SCALES) + (uint64_t)r->head * h->num_anchors;
     const int8_t *anchors = (const int8_t *)section(view, AKV_SEC_ANCHORS) + (uint64_t)r->head * h->num_anchors * dim;
     double x[1024], sum[4] = {0}, longest = 0;
     uint32_t first[1024], second[1024];
@@ -123,7 +131,8 @@ static void anchor_logits(const ref_rounding *r, const double *q, double *off)
             square += pow(step * a[i], 2) / 12;
         for (uint32_t j = 0; j < planes; j++) {
             double length = pow(a[first[j]], 2) + pow(a[second[j]], 2);
-            square += (pow(x[first[j]], 2) + pow(x[second[j]], 2)) * (2.0 / 12 / (128 * 128) + length / 12 / pow(2, 28));
+            square +=
+                (pow(x[first[j]], 2) + pow(x[second[j]], 2)) * (2.0 / 12 / (128 * 128) + length / 12 / pow(2, 28));
         }
         off[t] += weight * weight * square;
     }
@@ -156,7 +165,8 @@ double ref_rounding_out(const ref_rounding *r, const double *weights)
             if (level != 0)
                 largest[level] = fmax(largest[level], weights[t] * gain[t]);
         }
-        for (uint64_t t = b; t < end; t++) { /* the weight of token t is off by up to half of largest / 65535, over its gain */
+        for (uint64_t t = b; t < end; t++) { /* the weight of token t is off by up to half of largest / 65535, over its
+                                                gain */
             uint32_t level = ref_ladder_level(view, AKV_SIDE_V, r->head, t);
             for (uint32_t c = 0; level != 0 && c < coords; c++)
                 share[c] += pow(largest[level] / 65535 * r->z[1][t * coords + c] / gain[t], 2) / 12;
