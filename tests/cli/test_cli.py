@@ -200,6 +200,11 @@ def test_bench(t, folder):
         t.check(row["peer_bytes"] == dense or "q" in row["peer"], str(row))
     report = json.loads(t.run(*small, "--json", "-").out.split("\n", 8)[-1])
     t.check(len(report["rows"]) == 8, "no report on standard output")
+    flat = ["bench", "--flat", "--tokens", "8192", "--threads", "1", "--rounds", "1", "--json", "-"]
+    rows = json.loads(t.run(*flat).out.split("\n", 4)[-1])["rows"]
+    t.check([(row["tokens"], row["ratio"]) for row in rows] == [(2048, 10), (8192, 10), (2048, 20), (8192, 20)], str(rows))
+    for row, first in zip(rows, (rows[0], rows[0], rows[2], rows[2])):
+        t.check(row["case"] == "flat" and row["peer_ns_per_token"] == first["ns_per_token"] > 0, str(row))
     t.run("bench", "--tokens", "1", code=1, err="--tokens")
     t.run("bench", "--threads", "0", code=1, err="--threads")
     t.run("bench", "--rounds", "1000", code=1, err="--rounds")
