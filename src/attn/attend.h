@@ -45,7 +45,7 @@ typedef struct akv_quad_scratch {
     int32_t *bias;      /* [levels][8] */
     float *query_scale; /* [levels][4] */
     float *sums;        /* [levels][dim / 4 + 3][64] */
-    uint16_t *slots;    /* [AKV_BLOCK_TOKENS] */
+    uint16_t *slots;    /* [AKV_BLOCK_TOKENS + AKV_QUAD_SPARE_SLOTS] */
     uint8_t *run;       /* [24 KiB] of code_sums */
     float *coords;      /* [dim][4] */
     float *vectors;     /* [4][dim] */

@@ -49,7 +49,7 @@ void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *
     s->bias = AKV_TAKE(arena, int32_t, n->levels * 8);
     s->query_scale = AKV_TAKE(arena, float, n->levels * AKV_QUAD_ROWS);
     s->sums = AKV_TAKE(arena, float, n->levels * (n->dim / 4 + 3) * 64);
-    s->slots = AKV_TAKE(arena, uint16_t, AKV_BLOCK_TOKENS);
+    s->slots = AKV_TAKE(arena, uint16_t, AKV_BLOCK_TOKENS + AKV_QUAD_SPARE_SLOTS);
     s->run = AKV_TAKE(arena, uint8_t, 24576);
     s->coords = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
     s->vectors = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
@@ -146,7 +146,7 @@ static void prepare_side(quad_range *c, int side)
     const akv_ladder_view *v = &c->side[side];
     for (uint32_t l = 0; l < v->num_levels; l++) {
         akv_level_list *list = &c->lists[side][l];
-        akv_ladder_list(v, l + 1, list);
+        c->kernels->list_level(akv_level_table(v, l + 1), v->num_coords, list);
         akv_quad_level *level = &c->level[side][l];
         memcpy(level->by_width, list->by_width, sizeof level->by_width);
         level->bits = list->bits;
@@ -176,12 +176,24 @@ static void fetch(const void *data, uint64_t from, uint64_t to)
 }
 
 /*
- * What the hardware does not guess: anchors are read here and there, everything else in a dozen short streams side by side.
+ * What the hardware does not guess: anchors are read here and there, everything else in a dozen short streams side by side. First
+ * what the queries meet at once.
  */
-static void fetch_anchors(const quad_range *c)
+static void fetch_begin(const quad_range *c)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    fetch(v->basis, 0, (uint64_t)v->basis_cols * v->basis_dim);
     fetch(v->anchors, 0, (uint64_t)v->num_anchors * v->dim);
+}
+
+/* A tile's share of what the end of the part will want. */
+static void fetch_end(const quad_range *c, uint64_t t0)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_V];
+    const uint64_t tiles = akv_div_up(c->task->end - c->task->begin, AKV_QUAD_TILE), tile = (t0 - c->task->begin) / AKV_QUAD_TILE;
+    const uint64_t anchors = (uint64_t)v->num_anchors * v->dim, basis = (uint64_t)v->basis_cols * v->basis_dim;
+    fetch(v->anchors, anchors * tile / tiles, anchors * (tile + 1) / tiles);
+    fetch(v->basis, basis * tile / tiles, basis * (tile + 1) / tiles);
 }
 
 /*
@@ -214,6 +226,7 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
         fetch_tile(c, b0 + t);
+        fetch_end(c, b0 + t);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
         c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
@@ -300,11 +313,9 @@ static void shrink_sums(const quad_range *c, const float *shrink)
 /* Value anchors and value residuals back to the value space: acc [rows][d_v]. */
 static void finish(const quad_range *c, float *acc)
 {
-    static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
     const akv_ladder_view *v = &c->side[AKV_SIDE_V];
     const uint32_t dv = v->dim;
     float *out = c->s->vectors, *z = c->s->coords; /* [4][dv]; [coords][4] */
-    float *folded = (float *)(void *)c->s->run;    /* [fours * 4][4] */
     memset(out, 0, AKV_QUAD_ROWS * (size_t)dv * sizeof *out);
     c->kernels->bytes_sum(c->s->hist, v->anchors, v->num_anchors, dv, out);
     for (uint32_t r = 0; r < c->rows; r++)
@@ -312,18 +323,8 @@ static void finish(const quad_range *c, float *acc)
             acc[(size_t)r * dv + i] = out[(size_t)r * dv + i] * akv_bf16_to_f32(v->units[i]);
 
     memset(z, 0, AKV_QUAD_ROWS * (size_t)v->num_coords * sizeof *z);
-    for (uint32_t l = 0; l < v->num_levels; l++) {
-        const akv_level_list *list = &c->lists[AKV_SIDE_V][l];
-        const float *at = folded;
-        c->kernels->fold_sums(level_sums(c, l), c->level[AKV_SIDE_V][l].fours, folded);
-        for (uint32_t w = 0, i = 0; w < 3; w++) {
-            for (uint32_t n = 0; n < list->by_width[w]; n++)
-                for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
-                    z[list->coord[i + n] * 4 + r] += unit_of[w] * at[n * 4 + r];
-            i += list->by_width[w];
-            at += akv_round_up(list->by_width[w], 4) * 4;
-        }
-    }
+    for (uint32_t l = 0; l < v->num_levels; l++)
+        c->kernels->place_sums(level_sums(c, l), &c->lists[AKV_SIDE_V][l], z);
     for (uint32_t i = 0; i < v->num_coords; i++) {
         const float sigma = akv_bf16_to_f32(v->sigmas[i]) * (i < v->basis_cols ? v->basis_scales[i] : 1.0f);
         for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
@@ -357,9 +358,10 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
     for (int side = 0; side < AKV_SIDES; side++) {
         c.side[side] = akv_view_ladder(segment, side, task->kv_head);
         c.lists[side] = s->lists[side];
-        prepare_side(&c, side);
     }
-    fetch_anchors(&c);
+    fetch_begin(&c);
+    for (int side = 0; side < AKV_SIDES; side++)
+        prepare_side(&c, side);
     akv_load_queries(task, s);
     for (size_t i = 0; i < (size_t)task->rows * dk; i++)
         s->query[i] *= (float)task->params->sm_scale;
@@ -377,7 +379,8 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         prepare_anchors(&c, query, mean);
         prepare_levels(&c, query);
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));
-        memset(c.s->sums, 0, h->num_levels * (size_t)(c.s->dim / 4 + 3) * 64 * sizeof(float));
+        for (uint32_t l = 0; l < h->num_levels; l++)
+            memset(level_sums(&c, l), 0, (size_t)c.level[AKV_SIDE_V][l].fours * 64 * sizeof(float));
         memset(c.s->phase, 0, 2 * (size_t)c.shape.padded_planes * sizeof(double));
         akv_rope_phase(inv_freq, c.shape.planes, (int64_t)h->first_position + (int64_t)task->begin, c.s->phase,
                        c.s->phase + c.shape.padded_planes);

@@ -138,14 +138,14 @@ typedef struct akv_level_list {
     uint8_t width[AKV_MAX_HEAD_DIM];
 } akv_level_list;
 
-static inline void akv_ladder_list(const akv_ladder_view *v, uint32_t level, akv_level_list *out)
+/* row: the level's table, 2 bits a coordinate. */
+static inline void akv_level_list_of(const uint8_t *row, uint32_t num_coords, akv_level_list *out)
 {
-    const uint8_t *row = v->tables + (level - 1) * akv_div_up(v->num_coords, 4);
     out->count = 0;
     out->bits = 0;
     uint16_t coords[4][AKV_MAX_HEAD_DIM]; /* by table entry */
     uint32_t count[4] = {0};
-    for (uint32_t c = 0; c < v->num_coords; c++) {
+    for (uint32_t c = 0; c < num_coords; c++) {
         const uint32_t entry = (row[c / 4] >> (c % 4 * 2)) & 3u;
         coords[entry][count[entry]++] = (uint16_t)c;
     }
@@ -157,6 +157,16 @@ static inline void akv_ladder_list(const akv_ladder_view *v, uint32_t level, akv
         out->count += n;
         out->bits += n * width;
     }
+}
+
+static inline const uint8_t *akv_level_table(const akv_ladder_view *v, uint32_t level)
+{
+    return v->tables + (level - 1) * akv_div_up(v->num_coords, 4);
+}
+
+static inline void akv_ladder_list(const akv_ladder_view *v, uint32_t level, akv_level_list *out)
+{
+    akv_level_list_of(akv_level_table(v, level), v->num_coords, out);
 }
 
 /* Bytes of a run of n residuals of `bits` bits each: gains, full groups, the last group. */

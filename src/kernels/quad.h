@@ -22,6 +22,7 @@
 #define AKV_QUAD_TILE 64u       /* tokens whose positions count from one base */
 #define AKV_QUAD_LANES 32u      /* planes and coordinates are padded to a multiple of this */
 #define AKV_QUAD_MAX_DIM 512u
+#define AKV_QUAD_SPARE_SLOTS 32u
 #define AKV_QUAD_TURN_BITS 14   /* cosine and sine of the tile's offsets are whole multiples of 2^-14 */
 #define AKV_QUAD_SLOW 0.19      /* rad over 31.5 positions: the series' next terms are below 7e-8 */
 #define AKV_QUAD_CODE_MAX 32639 /* of a query in a level's coordinates: its high byte must fit -128..127 after rounding */
@@ -110,11 +111,15 @@ typedef struct akv_quad_kernels {
 
     /*
      * Tokens of a block by level (akv_ladder_sort, but slots instead of places): slots[first[l] .. first[l + 1]) are those of
-     * level l >= 1, tokens ascending; those of level 0 are not listed (first[0] = first[1] = 0). levels: first byte of the block in plane 0; n <= AKV_BLOCK_TOKENS; first has num_levels + 2 entries;
-     * slots has room for AKV_BLOCK_TOKENS. Reads ceil(n / 8) bytes of each plane.
+     * level l >= 1, tokens ascending; those of level 0 are not listed (first[0] = first[1] = 0). levels: first byte of the block in plane 0;
+     * n <= AKV_BLOCK_TOKENS; at most 4 planes; first has num_levels + 2 entries; slots has room for AKV_BLOCK_TOKENS and
+     * AKV_QUAD_SPARE_SLOTS more, which may be written. Reads ceil(n / 8) bytes of each plane.
      */
     void (*sort_levels)(const uint8_t *levels, uint64_t plane_bytes, uint32_t planes, uint32_t n, uint32_t num_levels,
                         uint16_t *slots, uint32_t *first);
+
+    /* As akv_level_list_of, but width may be left as it is and coord be written up to 32 entries beyond count. coords <= AKV_QUAD_MAX_DIM. */
+    void (*list_level)(const uint8_t *row, uint32_t coords, akv_level_list *out);
 
     /*
      * Queries in a level's coordinates, z [coords][4 rows], times the unit of each width, rounded to what code_dots reads: query,
@@ -137,8 +142,11 @@ typedef struct akv_quad_kernels {
     void (*code_sums)(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums);
 
-    /* out[i][r] = the sum over p of sums[i / 4][r][i % 4][p], i < 4 * fours. */
-    void (*fold_sums)(const float *sums, uint32_t fours, float *out);
+    /*
+     * Sums of a level to their coordinates: z[coord][r] += unit of its width * the sum over p of sums[four][r][c][p], where the
+     * coordinate is number c of the four.
+     */
+    void (*place_sums)(const float *sums, const akv_level_list *list, float *z);
 
     /* max[r] := the largest of it and all x[i][r] (NaN ignored). n slots, a multiple of 16. */
     void (*row_max)(const float *x, uint32_t n, float *max);

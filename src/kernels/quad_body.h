@@ -279,13 +279,18 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
 }
 #endif
 
-static void fold_sums(const float *sums, uint32_t fours, float *out)
+static void place_sums(const float *sums, const akv_level_list *list, float *z)
 {
-    for (uint32_t i = 0; i < fours * 4; i++)
-        for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
-            const float *p = sums + (size_t)(i / 4) * 64 + r * 16 + i % 4 * 4;
-            out[i * 4 + r] = (p[0] + p[1]) + (p[2] + p[3]);
-        }
+    static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
+    const uint16_t *coord = list->coord;
+    for (uint32_t w = 0; w < 3; w++) {
+        for (uint32_t i = 0; i < list->by_width[w]; i++, coord++)
+            for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
+                const float *p = sums + (size_t)(i / 4) * 64 + r * 16 + i % 4 * 4;
+                z[(size_t)*coord * 4 + r] += unit_of[w] * ((p[0] + p[1]) + (p[2] + p[3]));
+            }
+        sums += (size_t)((list->by_width[w] + 3) / 4) * 64;
+    }
 }
 
 static void row_max(const float *x, uint32_t n, float *max)
@@ -386,7 +391,7 @@ static void tile_sums(const float *w, size_t stride, uint32_t rows, const float 
 }
 
 const akv_quad_kernels AKV_ISA(akv_quad) = {
-    AKV_ISA_NAME, unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels, quantise_level, code_dots,
-    code_sums,    fold_sums,      row_max,   exp_sum,     histogram,     bytes_sum,   bytes_dot,
+    AKV_ISA_NAME, unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels, akv_level_list_of, quantise_level, code_dots,
+    code_sums,    place_sums,     row_max,   exp_sum,     histogram,     bytes_sum,   bytes_dot,
     tile_dots,    tile_sums,
 };

@@ -366,16 +366,21 @@ static void quad_codes(const akv_quad_kernels *k)
                  float *weights = floats(4096, &rng); uint8_t *scratch = place(24576);
                  for (uint32_t t = 0; t < n; t++) slots[t] = (uint16_t)((t * 77 + 5) % 1024);
                  k->code_sums(run, n, &level, slots, weights, scratch, floats(level.fours * 64, &rng)); memset(scratch, 0, 24576));
-            BOTH(k->isa, "fold_sums", float *sums = floats(level.fours * 64, &rng); k->fold_sums(sums, level.fours, floats(level.fours * 16, &rng)));
+            BOTH(k->isa, "place_sums", float *sums = floats(level.fours * 64, &rng);
+                 k->place_sums(sums, &list, floats(list.count * 4, &rng)));
         }
     for (uint32_t levels = 1; levels <= 15; levels += 2)
         for (size_t c = 0; c < sizeof counts / sizeof counts[0]; c++) {
             const uint32_t n = counts[c], planes = akv_level_planes(levels), row = (n + 7) / 8 + levels % 2 * 5;
             BOTH(k->isa, "sort_levels", uint8_t *bits = place((planes - 1) * row + (n + 7) / 8);
                  memset(bits, levels == 1 ? 0x11 : 0, (planes - 1) * row + (n + 7) / 8);
-                 uint16_t *slots = place(1024 * 2); uint32_t *first = below(levels + 2, 9, &rng);
-                 k->sort_levels(bits, row, planes, n, levels, slots, first); memset(slots, 0, 1024 * 2));
+                 const uint32_t room = (1024 + AKV_QUAD_SPARE_SLOTS) * 2; uint16_t *slots = place(room);
+                 uint32_t *first = below(levels + 2, 9, &rng);
+                 k->sort_levels(bits, row, planes, n, levels, slots, first); memset(slots, 0, room));
         }
+    for (uint32_t coords = 1; coords <= AKV_QUAD_MAX_DIM; coords += coords < 70 ? 1 : 17)
+        BOTH(k->isa, "list_level", uint8_t *row = bytes_of((coords + 3) / 4, &rng); akv_level_list *list = place(sizeof *list);
+             k->list_level(row, coords, list); memset(list, 0, sizeof *list));
 }
 
 static void quad_sums(const akv_quad_kernels *k)

@@ -215,7 +215,7 @@ static void sorting(void)
                     bits[p * row + t / 8] |= (uint8_t)((level[t] >> p & 1) << (t % 8));
             }
             FOR_VARIANTS(k) {
-                uint16_t slots[1024];
+                uint16_t slots[1024 + AKV_QUAD_SPARE_SLOTS];
                 uint32_t first[17], at = 0, wrong = 0;
                 k->sort_levels(bits, row, planes, n, levels, slots, first);
                 for (uint32_t l = 1; l <= levels; l++) {
@@ -228,6 +228,39 @@ static void sorting(void)
                 CHECK_MSG(wrong == 0, "%s: %u wrong of %u tokens, %u levels", k->isa, wrong, n, levels);
             }
             free(bits);
+        }
+}
+
+/* Level tables as lists. */
+static void lists(void)
+{
+    akv_rng rng = {16};
+    const uint32_t coords[] = {1, 2, 31, 32, 33, 64, 100, 128, 500, 512};
+    for (size_t i = 0; i < sizeof coords / sizeof coords[0]; i++)
+        for (int kind = 0; kind < 5; kind++) { /* all of one entry, then mixed */
+            const uint32_t n = coords[i], bytes = (n + 3) / 4;
+            void *b0;
+            uint8_t *row = odd_bytes(bytes, &b0, &rng);
+            if (kind < 4)
+                memset(row, kind * 0x55, bytes);
+            FOR_VARIANTS(k) {
+                akv_level_list list;
+                uint32_t at = 0, bits = 0, wrong = 0;
+                k->list_level(row, n, &list);
+                for (uint32_t w = 0; w < 3; w++) {
+                    uint32_t count = 0;
+                    for (uint32_t c = 0; c < n; c++)
+                        if ((row[c / 4] >> (c % 4 * 2) & 3u) == 3 - w) {
+                            wrong += list.coord[at++] != c;
+                            bits += 4u >> w;
+                            count++;
+                        }
+                    wrong += list.by_width[w] != count;
+                }
+                wrong += list.count != at || list.bits != bits;
+                CHECK_MSG(wrong == 0, "%s: %u wrong of %u coordinates", k->isa, wrong, n);
+            }
+            free(b0);
         }
 }
 
@@ -281,13 +314,14 @@ static void codes(void)
                 int8_t *query = must(malloc(level.fours * 32));
                 int32_t bias[8];
                 float scale[4], *logits = must(malloc(4096 * sizeof *logits)), *sums = must(calloc(level.fours * 64, sizeof *sums));
-                float *folded = must(malloc(level.fours * 16 * sizeof *folded));
+                float *placed = must(malloc(131 * 4 * sizeof *placed));
                 uint8_t *scratch = must(aligned_alloc(64, 24576));
                 k->quantise_level(z, &list, query, bias, scale);
                 memcpy(logits, start, 4096 * sizeof *logits);
                 k->code_dots(run, n, &level, query, bias, scale, slots, logits);
                 k->code_sums(run, n, &level, slots, start, scratch, sums);
-                k->fold_sums(sums, level.fours, folded);
+                memcpy(placed, z, 131 * 4 * sizeof *placed);
+                k->place_sums(sums, &list, placed);
                 for (uint32_t r = 0; r < 4; r++) {
                     double whole[512], largest = 0, sum_bias[2] = {0};
                     for (uint32_t w = 0, m = 0, four = 0; w < 3; four += (widths[i][w++] + 3) / 4)
@@ -320,7 +354,9 @@ static void codes(void)
                                 sum += gain[t] * start[slots[t] * 4 + r] * number[t * list.count + m];
                                 size += abs(number[t * list.count + m]);
                             }
-                            CHECK_NEAR(folded[(four * 4 + e) * 4 + r], sum, (0.501 / 65535 + 8 * REF_U) * top * size,
+                            const uint32_t place = list.coord[m] * 4u + r;
+                            CHECK_NEAR(placed[place], z[place] + unit[w] * sum,
+                                       unit[w] * (0.501 / 65535 + 8 * REF_U) * top * size + 4 * REF_U * fabs(z[place]),
                                        "%s: value sum, n %u", k->isa, n);
                         }
                 }
@@ -336,7 +372,7 @@ static void codes(void)
                 free(query);
                 free(logits);
                 free(sums);
-                free(folded);
+                free(placed);
                 free(scratch);
             }
             free(b0);
@@ -493,6 +529,7 @@ int main(int argc, char **argv)
     TEST(turning);
     TEST(anchors);
     TEST(sorting);
+    TEST(lists);
     TEST(codes);
     TEST(softmax_and_sums);
     TEST(tiles);

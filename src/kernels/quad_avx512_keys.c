@@ -1,0 +1,427 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* quad_avx512_keys.c - the key side of quad.h for AVX-512: logits of mean, anchors and residuals. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#  ifdef __clang__
+#    pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,fma,bmi2"))), apply_to = function)
+#  else
+#    pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,fma,bmi2,prefer-vector-width=512")
+#  endif
+#include "kernels/quad_avx512.h"
+
+void akv_avx512_unpack_anchors(const uint8_t *index, uint32_t index_bits, const uint8_t *coeff, const float *scales, uint32_t n,
+                           uint32_t *out_anchor, float *out_weight)
+{
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i bit = _mm512_mullo_epi32(lane, _mm512_set1_epi32((int)index_bits));
+    /* byte (bit >> 3) + 0..3 to each lane */
+    const __m512i bytes = _mm512_add_epi32(_mm512_mullo_epi32(_mm512_srli_epi32(bit, 3), _mm512_set1_epi32(0x01010101)),
+                                           _mm512_set1_epi32(0x03020100));
+    const __m512i shift = _mm512_and_si512(bit, _mm512_set1_epi32(7)), mask = _mm512_set1_epi32((int)((1u << index_bits) - 1u));
+    const __m512i nibble = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+    const __m512i halves = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+    const __m512 gamma = _mm512_mul_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 3.5f, -7, -6, -5, -4, -3, -2, -1),
+                                       _mm512_set1_ps(AKV_COEFF_STEP)); /* code -8 is 1 = 3.5 steps, exactly */
+    for (uint32_t t = 0; t < n; t += 16) {
+        const uint32_t left = n - t < 16 ? n - t : 16;
+        const __mmask16 live = (__mmask16)low_bits(left);
+        __m512i word = _mm512_maskz_loadu_epi8(low_bits((left * index_bits + 7) / 8), index + (size_t)t / 8 * index_bits);
+        word = _mm512_and_si512(_mm512_srlv_epi32(_mm512_permutexvar_epi8(bytes, word), shift), mask);
+        const __m512 scale = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), live, word, scales, 4);
+        const __m128i packed = _mm_maskz_loadu_epi8((__mmask16)low_bits((left + 1) / 2), coeff + t / 2);
+        const __m512i code = _mm512_srlv_epi32(_mm512_permutexvar_epi32(halves, _mm512_castsi128_si512(packed)), nibble);
+        _mm512_storeu_si512(out_anchor + t, _mm512_maskz_mov_epi32(live, word));
+        _mm512_storeu_ps(out_weight + t, _mm512_mul_ps(_mm512_permutexvar_ps(code, gamma), scale)); /* scale 0 where not live */
+    }
+}
+
+void akv_avx512_turn_rows(const float *rows, double *cosine, double *sine, const double *step, uint32_t padded_planes, int16_t *query16,
+                      float *mean_rows)
+{
+    const uint32_t P = padded_planes;
+    for (uint32_t j = 0; j < P; j += 16) {
+        const __m512 c = _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(_mm512_loadu_pd(cosine + j))),
+                                            _mm512_cvtpd_ps(_mm512_loadu_pd(cosine + j + 8)), 1);
+        const __m512 s = _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(_mm512_loadu_pd(sine + j))),
+                                            _mm512_cvtpd_ps(_mm512_loadu_pd(sine + j + 8)), 1);
+        int16_t *out = query16 + (size_t)j / 32 * 256 + j % 32 / 8 * 32;
+        for (uint32_t i = j; i < j + 16; i += 8) {
+            const __m512d co = _mm512_loadu_pd(cosine + i), si = _mm512_loadu_pd(sine + i);
+            const __m512d sc = _mm512_loadu_pd(step + i), ss = _mm512_loadu_pd(step + P + i);
+            _mm512_storeu_pd(cosine + i, _mm512_fmsub_pd(co, sc, _mm512_mul_pd(si, ss)));
+            _mm512_storeu_pd(sine + i, _mm512_fmadd_pd(si, sc, _mm512_mul_pd(co, ss)));
+        }
+        for (uint32_t r = 0; r < 8; r++) {
+            const __m512 x0 = _mm512_loadu_ps(rows + r * P + j), x1 = _mm512_loadu_ps(rows + (8 + r) * P + j);
+            const __m512 y0 = _mm512_fmadd_ps(x0, c, _mm512_mul_ps(x1, s)), y1 = _mm512_fmsub_ps(x1, c, _mm512_mul_ps(x0, s));
+            if (r < 4) {
+                const __m256i n0 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(y0)), n1 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(y1));
+                _mm_storeu_si128((__m128i *)(void *)(out + r * 8), _mm256_castsi256_si128(n0));
+                _mm_storeu_si128((__m128i *)(void *)(out + 32 + r * 8), _mm256_extracti128_si256(n0, 1));
+                _mm_storeu_si128((__m128i *)(void *)(out + 128 + r * 8), _mm256_castsi256_si128(n1));
+                _mm_storeu_si128((__m128i *)(void *)(out + 160 + r * 8), _mm256_extracti128_si256(n1, 1));
+            } else {
+                _mm512_storeu_ps(mean_rows + (r - 4) * P + j, y0);
+                _mm512_storeu_ps(mean_rows + r * P + j, y1);
+            }
+        }
+    }
+}
+
+void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                        const float *rest, float *logits)
+{
+    const uint32_t P = padded_planes;
+    _Alignas(16) float series[6][4]; /* [k][row] */
+    for (uint32_t k = 0; k < 6; k++) {
+        const float *m = mean_rows + (k < 3 ? 0 : 4 * P), *by = moments + k * P;
+        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
+        for (uint32_t j = fast & ~15u; j < P; j += 16) { /* moments are 0 below fast */
+            const __m512 x = _mm512_loadu_ps(by + j);
+            s0 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + j), s0);
+            s1 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + P + j), s1);
+            s2 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 2 * P + j), s2);
+            s3 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 3 * P + j), s3);
+        }
+        _mm_store_ps(series[k], sum4(s0, s1, s2, s3));
+    }
+    const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
+                                                   14.5f, 15.5f),
+                                    _mm512_set1_ps(1.0f / 32.0f));
+    __m512 even[4][2], odd[4][2];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const __m512 d = i == 0 ? d0 : _mm512_add_ps(d0, _mm512_set1_ps(0.5f)), dd = _mm512_mul_ps(d, d);
+            const __m512 c = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[2][r]), _mm512_set1_ps(series[1][r]));
+            const __m512 s = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[5][r]), _mm512_set1_ps(series[4][r]));
+            even[r][i] = _mm512_fmadd_ps(dd, c, _mm512_set1_ps(series[0][r] + rest[r]));
+            odd[r][i] = _mm512_mul_ps(d, _mm512_fmadd_ps(dd, s, _mm512_set1_ps(series[3][r])));
+        }
+    for (uint32_t j = 0; j < fast; j++) {
+        const float *t = table + (size_t)j * 64, *m = mean_rows + j;
+        const __m512 c0 = _mm512_loadu_ps(t), c1 = _mm512_loadu_ps(t + 16), s0 = _mm512_loadu_ps(t + 32), s1 = _mm512_loadu_ps(t + 48);
+#pragma GCC unroll 4
+        for (uint32_t r = 0; r < 4; r++) {
+            const __m512 a = _mm512_set1_ps(m[r * P]), b = _mm512_set1_ps(m[(4 + r) * P]);
+            even[r][0] = _mm512_fmadd_ps(a, c0, even[r][0]);
+            even[r][1] = _mm512_fmadd_ps(a, c1, even[r][1]);
+            odd[r][0] = _mm512_fmadd_ps(b, s0, odd[r][0]);
+            odd[r][1] = _mm512_fmadd_ps(b, s1, odd[r][1]);
+        }
+    }
+    const __m512i reverse = _mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    for (int i = 0; i < 2; i++) {
+        __m512 up[4], down[4];
+        for (int r = 0; r < 4; r++) {
+            up[r] = _mm512_add_ps(even[r][i], odd[r][i]);
+            down[r] = _mm512_permutexvar_ps(reverse, _mm512_sub_ps(even[r][i], odd[r][i]));
+        }
+        store_tokens(logits + 128 + 64 * i, up[0], up[1], up[2], up[3]);
+        store_tokens(logits + 64 - 64 * i, down[0], down[1], down[2], down[3]);
+    }
+}
+
+/* Byte i / 2 to byte i. */
+INLINE __m512i spread_low_half(void)
+{
+    return _mm512_set_epi8(31, 31, 30, 30, 29, 29, 28, 28, 27, 27, 26, 26, 25, 25, 24, 24, 23, 23, 22, 22, 21, 21, 20, 20, 19, 19, 18, 18,
+                           17, 17, 16, 16, 15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2,
+                           1, 1, 0, 0);
+}
+
+/* 32 bytes (those of the mask) to the high bytes of 32 words. */
+INLINE __m512i high_bytes(const int8_t *p, uint32_t count, __m512i spread)
+{
+    const __m512i b = count >= 32 ? _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(const void *)p))
+                                  : _mm512_castsi256_si512(_mm256_maskz_loadu_epi8((__mmask32)low_bits(count), p));
+    return _mm512_maskz_permutexvar_epi8(0xaaaaaaaaaaaaaaaau, spread, b);
+}
+
+/* The sums of four tokens, each 4 rows x 4 parts, -> [4 rows][4 tokens], float. */
+INLINE __m512 gather_parts(const __m512i *acc)
+{
+    const __m512 a = _mm512_cvtepi32_ps(acc[0]), b = _mm512_cvtepi32_ps(acc[1]), c = _mm512_cvtepi32_ps(acc[2]),
+                 d = _mm512_cvtepi32_ps(acc[3]);
+    /* (p0 + p1) + (p2 + p3), whatever the token */
+    const __m512 ab = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); /* a01 a23 b01 b23 */
+    const __m512 cd = _mm512_add_ps(_mm512_shuffle_ps(c, d, 0x88), _mm512_shuffle_ps(c, d, 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x88), _mm512_shuffle_ps(ab, cd, 0xdd));
+}
+
+/*
+ * One token: its anchor turned into x [width] (through memory, so that each eight can be loaded into all four 128-bit
+ * lanes without a shuffle), then four rows at once. parts = padded planes / 32, rest_parts = padded rest / 32.
+ */
+INLINE __m512i anchor_token(const int8_t *a, const akv_quad_shape *shape, uint32_t parts, uint32_t rest_parts, bool half,
+                            const int16_t *turn, const int16_t *query, __m512i spread, int16_t *x)
+{
+    const uint32_t P = shape->planes;
+    for (uint32_t p = 0; p < parts; p++) {
+        __m512i x0, x1;
+        if (half) {
+            x0 = high_bytes(a + 32 * p, P - 32 * p, spread);
+            x1 = high_bytes(a + P + 32 * p, P - 32 * p, spread);
+        } else {
+            const __m512i pairs = P - 32 * p >= 32 ? _mm512_loadu_si512(a + 64 * p)
+                                                   : _mm512_maskz_loadu_epi8(low_bits(2 * (P - 32 * p)), a + 64 * p);
+            x0 = _mm512_slli_epi16(pairs, 8);
+            x1 = _mm512_and_si512(pairs, _mm512_set1_epi16((int16_t)0xff00));
+        }
+        const __m512i c = _mm512_loadu_si512(turn + 64 * p), s = _mm512_loadu_si512(turn + 64 * p + 32);
+        _mm512_store_si512(x + 64 * p, _mm512_sub_epi16(_mm512_mulhrs_epi16(x0, c), _mm512_mulhrs_epi16(x1, s)));
+        _mm512_store_si512(x + 64 * p + 32, _mm512_add_epi16(_mm512_mulhrs_epi16(x0, s), _mm512_mulhrs_epi16(x1, c)));
+    }
+    for (uint32_t p = 0; p < rest_parts; p++) {
+        const __m512i v = high_bytes(a + 2 * P + 32 * p, shape->rest - 32 * p, spread);
+        _mm512_store_si512(x + 64 * parts + 32 * p, _mm512_srai_epi16(v, 1));
+    }
+    __asm__("" : : "r"(x) : "memory"); /* or the compiler takes the lanes out of registers, two shuffles each */
+    __m512i acc0 = _mm512_setzero_si512(), acc1 = acc0;
+    for (uint32_t e = 0; e < 8 * parts + 4 * rest_parts; e += 2) {
+        acc0 = _mm512_dpwssd_epi32(acc0, _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(x + 8 * e))),
+                                   _mm512_loadu_si512(query + 32 * e));
+        acc1 = _mm512_dpwssd_epi32(acc1, _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(x + 8 * e + 8))),
+                                   _mm512_loadu_si512(query + 32 * e + 32));
+    }
+    return _mm512_add_epi32(acc0, acc1);
+}
+
+INLINE void anchor_tile(const int8_t *anchors, const akv_quad_shape *shape, uint32_t parts, uint32_t rest_parts, bool half,
+                        const int16_t *turn16, const int16_t *query16, const uint32_t *anchor, const float *weight,
+                        const float *scale, uint32_t n, float *logits)
+{
+    const __m512i spread = spread_low_half();
+    /* [row][token] -> [token][row] */
+    const __m512i turn_over = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512 row_scale = _mm512_broadcast_f32x4(_mm_loadu_ps(scale));
+    const uint32_t turn_step = 2 * shape->padded_planes;
+    _Alignas(64) int16_t x[2][2 * AKV_QUAD_MAX_DIM];
+    for (uint32_t t0 = 0; t0 < n; t0 += 16)
+        for (uint32_t i = 0; i < 4; i++) { /* tokens t0 + i, + 4, + 8, + 12: neighbours in slot order */
+            __m512i acc[4];
+            _Alignas(16) float w[4];
+#pragma GCC unroll 4
+            for (uint32_t l = 0; l < 4; l++) {
+                const uint32_t t = t0 + i + 4 * l;
+                w[l] = weight[t];
+                acc[l] = anchor_token(anchors + (size_t)anchor[t] * shape->dim, shape, parts, rest_parts, half,
+                                      turn16 + (size_t)t * turn_step, query16, spread, x[l & 1]);
+            }
+            float *out = logits + (t0 + 4 * i) * 4;
+            const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc));
+            const __m512 each = _mm512_permutexvar_ps(each4, _mm512_castps128_ps512(_mm_load_ps(w)));
+            _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, each), sums, _mm512_loadu_ps(out)));
+        }
+}
+
+/* One anchor of 128 bytes turned into x. */
+INLINE void turn_128(const int8_t *a, const int16_t *turn, __m512i spread, int16_t *x)
+{
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
+        const __m512i x0 = high_bytes(a + 32 * p, 32, spread), x1 = high_bytes(a + 64 + 32 * p, 32, spread);
+        const __m512i c = _mm512_loadu_si512(turn + 64 * p), s = _mm512_loadu_si512(turn + 64 * p + 32);
+        _mm512_store_si512(x + 64 * p, _mm512_sub_epi16(_mm512_mulhrs_epi16(x0, c), _mm512_mulhrs_epi16(x1, s)));
+        _mm512_store_si512(x + 64 * p + 32, _mm512_add_epi16(_mm512_mulhrs_epi16(x0, s), _mm512_mulhrs_epi16(x1, c)));
+    }
+}
+
+/*
+ * The same for 64 half-split planes and nothing else (d = 128): the turned queries stay in 16 registers, and while four tokens
+ * are summed the next four are turned.
+ */
+static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
+                            const float *weight, const float *scale, uint32_t n, float *logits)
+{
+    const __m512i turn_over = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    const __m512i spread = spread_low_half();
+    const __m512 row_scale = _mm512_broadcast_f32x4(_mm_loadu_ps(scale));
+    const uint32_t fours = (n + 15) / 16 * 4;
+    _Alignas(64) int16_t x[2][4][128];
+    __m512i q[16];
+#pragma GCC unroll 16
+    for (int e = 0; e < 16; e++)
+        q[e] = _mm512_loadu_si512(query16 + 32 * e);
+    for (uint32_t l = 0; l < 4; l++)
+        turn_128(anchors + (size_t)anchor[4 * l] * 128, turn16 + (size_t)4 * l * 128, spread, x[0][l]);
+    for (uint32_t f = 0; f < fours; f++) { /* tokens t, t + 4, t + 8, t + 12: neighbours in slot order */
+        const uint32_t next = f + 1 < fours ? f + 1 : f, t1 = next / 4 * 16 + next % 4;
+        const int16_t *now = x[f & 1][0];
+        int16_t *then = x[~f & 1][0];
+        __m512i acc[4];
+#pragma GCC unroll 4
+        for (int l = 0; l < 4; l++)
+            acc[l] = _mm512_setzero_si512();
+#pragma GCC unroll 4
+        for (uint32_t k = 0; k < 4; k++) {
+            turn_128(anchors + (size_t)anchor[t1 + 4 * k] * 128, turn16 + (size_t)(t1 + 4 * k) * 128, spread, then + k * 128);
+#pragma GCC unroll 16
+            for (uint32_t e = 4 * k; e < 4 * k + 4; e++)
+#pragma GCC unroll 4
+                for (uint32_t l = 0; l < 4; l++)
+                    acc[l] = _mm512_dpwssd_epi32(
+                        acc[l], _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(now + l * 128 + 8 * e))), q[e]);
+            __asm__("" : : "r"(then) : "memory"); /* keeps this order, and the compiler from taking lanes out of registers */
+        }
+        float *out = logits + f * 16;
+        const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc));
+        const __m512 mine = _mm512_permutexvar_ps(_mm512_add_epi32(each4, _mm512_set1_epi32((int)(f % 4))),
+                                                  _mm512_loadu_ps(weight + f / 4 * 16)); /* of the four tokens */
+        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, mine), sums, _mm512_loadu_ps(out)));
+    }
+}
+
+void akv_avx512_anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits)
+{
+    const uint32_t parts = shape->padded_planes / 32, rest_parts = shape->padded_rest / 32;
+    /* the shapes of most models with known trip counts */
+    if (shape->style == AKV_ROPE_HALF_SPLIT && shape->rest == 0 && shape->planes == 64) {
+        anchor_tile_128(anchors, turn16, query16, anchor, weight, scale, n, logits);
+    } else if (shape->style == AKV_ROPE_HALF_SPLIT && shape->rest == 0 && shape->planes == 32) {
+        anchor_tile(anchors, shape, 1, 0, true, turn16, query16, anchor, weight, scale, n, logits);
+    } else {
+        anchor_tile(anchors, shape, parts, rest_parts, shape->style == AKV_ROPE_HALF_SPLIT, turn16, query16, anchor, weight, scale, n,
+                    logits);
+    }
+}
+
+void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_t *query, int32_t *bias, float *scale)
+{
+    static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
+    static const int32_t raise_of[3] = {104, 10, 1};
+    const __m128 no_sign = _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff));
+    const __m128i to_words = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m128 largest = _mm_setzero_ps(), all = _mm_setzero_ps();
+    for (uint32_t w = 0, i = 0; w < 3; w++)
+        for (uint32_t n = 0; n < list->by_width[w]; n++, i++) {
+            const __m128 x = _mm_and_ps(_mm_mul_ps(_mm_loadu_ps(z + (size_t)list->coord[i] * 4), _mm_set1_ps(unit_of[w])), no_sign);
+            largest = _mm_max_ps(x, largest);
+            all = _mm_add_ps(all, x);
+        }
+    /* all < infinity: neither infinite nor NaN */
+    const __mmask8 finite = _mm_cmp_ps_mask(all, _mm_set1_ps(INFINITY), _CMP_LT_OQ);
+    const __mmask8 live = finite & _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
+    const __m128 inverse = _mm_maskz_div_ps(live, _mm_set1_ps((float)AKV_QUAD_CODE_MAX), largest);
+    _mm_storeu_ps(scale, _mm_mask_blend_ps(finite, _mm_set1_ps(NAN),
+                                           _mm_maskz_div_ps(live, largest, _mm_set1_ps((float)AKV_QUAD_CODE_MAX))));
+    __m128i high_sum = _mm_setzero_si128(), low_sum = high_sum;
+    for (uint32_t w = 0, i = 0; w < 3; w++) {
+        const __m128 unit = _mm_set1_ps(unit_of[w]);
+        __m128i highs = _mm_setzero_si128(), lows = highs;
+        for (uint32_t n = 0; n < list->by_width[w]; n += 4, query += 32, i += 4) {
+            __m128i high[4], low[4]; /* of one coordinate: [4 rows] */
+            for (uint32_t k = 0; k < 4; k++) {
+                const __m128 x = n + k < list->by_width[w] ? _mm_loadu_ps(z + (size_t)list->coord[i + k] * 4) : _mm_setzero_ps();
+                const __m128i whole = _mm_cvtps_epi32(_mm_maskz_mul_ps(live, _mm_mul_ps(x, unit), inverse));
+                high[k] = _mm_srai_epi32(_mm_add_epi32(whole, _mm_set1_epi32(128)), 8);
+                low[k] = _mm_sub_epi32(whole, _mm_slli_epi32(high[k], 8));
+                highs = _mm_add_epi32(highs, high[k]);
+                lows = _mm_add_epi32(lows, low[k]);
+            }
+            const __m128i h = _mm_packs_epi16(_mm_packs_epi32(high[0], high[1]), _mm_packs_epi32(high[2], high[3]));
+            const __m128i l = _mm_packs_epi16(_mm_packs_epi32(low[0], low[1]), _mm_packs_epi32(low[2], low[3]));
+            _mm_storeu_si128((__m128i *)(void *)query, _mm_shuffle_epi8(h, to_words));
+            _mm_storeu_si128((__m128i *)(void *)(query + 16), _mm_shuffle_epi8(l, to_words));
+        }
+        i -= (0u - list->by_width[w]) & 3u;
+        high_sum = _mm_sub_epi32(high_sum, _mm_mullo_epi32(highs, _mm_set1_epi32(raise_of[w])));
+        low_sum = _mm_sub_epi32(low_sum, _mm_mullo_epi32(lows, _mm_set1_epi32(raise_of[w])));
+    }
+    _mm_storeu_si128((__m128i *)(void *)bias, high_sum);
+    _mm_storeu_si128((__m128i *)(void *)(bias + 4), low_sum);
+}
+
+/* Keys: byte 4 t + j of the result is coordinate j of residual t. 64-bit lane u holds residuals 2 u and 2 u + 1; its bytes 0..3 are
+ * gathered from the place of residual 2 u (and 2 u + 1: the same byte) in coordinates 0..3. */
+#define KEY_GATHER4(i) ((i) % 4 * 8 + (i) / 8)
+#define KEY_GATHER2(i) ((i) % 4 * 4 + (i) / 16)
+#define KEY_GATHER1(i) ((i) % 4 * 2 + (i) / 32)
+#define KEY_PICK4(i) ((i) % 4 * 8 + (i) / 4 % 2 * 4)
+#define KEY_PICK2(i) ((i) % 4 * 8 + (i) / 4 % 4 * 2)
+#define KEY_PICK1(i) ((i) % 4 * 8 + (i) / 4 % 8)
+static const uint8_t key_gather[3][64] = {BYTES64(KEY_GATHER4), BYTES64(KEY_GATHER2), BYTES64(KEY_GATHER1)};
+static const uint8_t key_pick[3][64] = {BYTES64(KEY_PICK4), BYTES64(KEY_PICK2), BYTES64(KEY_PICK1)};
+
+/* Keys' steps are raised by the largest, so that they are unsigned. */
+#define RAISED4(i) (104 + STEP4(i))
+#define RAISED2(i) (10 + STEP2(i))
+#define RAISED1(i) (1 + STEP1(i))
+static const uint8_t key_table[3][64] = {BYTES64(RAISED4), BYTES64(RAISED2), BYTES64(RAISED1)};
+
+/* One four of key coordinates into the high and low sums of four rows. */
+#define KEY_FOUR(w, bytes)                                                                                                     \
+    do {                                                                                                                       \
+        const __m512i steps = spread_codes(&s, w, codes, bytes);                                                               \
+        const int32_t *q = (const int32_t *)(const void *)query;                                                               \
+        a0 = _mm512_dpbusd_epi32(a0, steps, _mm512_set1_epi32(q[0]));                                                          \
+        a1 = _mm512_dpbusd_epi32(a1, steps, _mm512_set1_epi32(q[1]));                                                          \
+        a2 = _mm512_dpbusd_epi32(a2, steps, _mm512_set1_epi32(q[2]));                                                          \
+        a3 = _mm512_dpbusd_epi32(a3, steps, _mm512_set1_epi32(q[3]));                                                          \
+        b0 = _mm512_dpbusd_epi32(b0, steps, _mm512_set1_epi32(q[4]));                                                          \
+        b1 = _mm512_dpbusd_epi32(b1, steps, _mm512_set1_epi32(q[5]));                                                          \
+        b2 = _mm512_dpbusd_epi32(b2, steps, _mm512_set1_epi32(q[6]));                                                          \
+        b3 = _mm512_dpbusd_epi32(b3, steps, _mm512_set1_epi32(q[7]));                                                          \
+        query += 32;                                                                                                           \
+    } while (0)
+
+INLINE __m512 whole_sum(__m512i high, __m512i low, __m512 gain, float scale)
+{
+    const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+    return _mm512_mul_ps(_mm512_mul_ps(gain, _mm512_set1_ps(scale)), sum);
+}
+
+void akv_avx512_code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *all_query, const int32_t *bias,
+                      const float *scale, const uint16_t *slots, float *logits)
+{
+    const code_spread s = spread_of(key_gather, key_pick, key_table);
+    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
+    _Alignas(64) float token[16][4];
+    for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
+        const uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES;
+        const uint8_t *codes = run + (n + 1) / 2 + (size_t)(at / AKV_GROUP_LANES) * 2 * level->bits;
+        const int8_t *query = all_query;
+        if (g < AKV_GROUP_LANES) {
+            full_group(codes, g, level, room);
+            codes = room;
+        }
+        __m512i a0 = _mm512_set1_epi32(bias[0]), a1 = _mm512_set1_epi32(bias[1]), a2 = _mm512_set1_epi32(bias[2]),
+                a3 = _mm512_set1_epi32(bias[3]), b0 = _mm512_set1_epi32(bias[4]), b1 = _mm512_set1_epi32(bias[5]),
+                b2 = _mm512_set1_epi32(bias[6]), b3 = _mm512_set1_epi32(bias[7]);
+#pragma GCC unroll 3
+        for (int w = 0; w < 3; w++) {
+            const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
+            for (uint32_t i = 0; i < count / 4; i++, codes += 4 * bytes)
+                KEY_FOUR(w, 4 * bytes);
+            if (count % 4 != 0) {
+                KEY_FOUR(w, count % 4 * bytes);
+                codes += count % 4 * bytes;
+            }
+        }
+        const __m512 gain = gains16(run + at / 2, (g + 1) / 2);
+        store_tokens(&token[0][0], whole_sum(a0, b0, gain, scale[0]), whole_sum(a1, b1, gain, scale[1]),
+                     whole_sum(a2, b2, gain, scale[2]), whole_sum(a3, b3, gain, scale[3]));
+        if (g == AKV_GROUP_LANES) {
+#pragma GCC unroll 16
+            for (uint32_t t = 0; t < 16; t++) {
+                float *out = logits + (size_t)slots[at + t] * 4;
+                _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), _mm_load_ps(token[(t & 3) * 4 + t / 4])));
+            }
+        } else {
+            for (uint32_t t = 0; t < g; t++) {
+                float *out = logits + (size_t)slots[at + t] * 4;
+                _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), _mm_load_ps(token[(t & 3) * 4 + t / 4])));
+            }
+        }
+    }
+}
+
+#  ifdef __clang__
+#    pragma clang attribute pop
+#  endif
+#else
+typedef int akv_no_quad_avx512_keys; /* a translation unit must not be empty */
+#endif

@@ -1,0 +1,197 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* quad_avx512_values.c - the value side of quad.h for AVX-512: anchors by histogram, residuals summed level by level. */
+#if defined(__x86_64__) && defined(__GNUC__)
+#  ifdef __clang__
+#    pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,fma,bmi2"))), apply_to = function)
+#  else
+#    pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512vnni,fma,bmi2,prefer-vector-width=512")
+#  endif
+#include "kernels/quad_avx512.h"
+
+/* Values: byte 16 j + t. 64-bit lane u holds residuals 8 (u % 2) .. of coordinate u / 2. */
+#define VALUE_GATHER4(i) ((i) / 16 * 8 + (i) / 8 % 2 * 4 + (i) % 4)
+#define VALUE_GATHER2(i) ((i) / 16 * 4 + (i) / 8 % 2 * 2 + (i) % 2)
+#define VALUE_GATHER1(i) ((i) / 16 * 2 + (i) / 8 % 2)
+#define VALUE_PICK4(i) ((i) % 8 * 4)
+#define VALUE_PICK2(i) ((i) % 8 * 2)
+#define VALUE_PICK1(i) ((i) % 8)
+static const uint8_t value_gather[3][64] = {BYTES64(VALUE_GATHER4), BYTES64(VALUE_GATHER2), BYTES64(VALUE_GATHER1)};
+static const uint8_t value_pick[3][64] = {BYTES64(VALUE_PICK4), BYTES64(VALUE_PICK2), BYTES64(VALUE_PICK1)};
+static const int8_t value_table[3][64] = {BYTES64(STEP4), BYTES64(STEP2), BYTES64(STEP1)};
+
+/* A four of value coordinates in group `codes`, weights of the group: [4 rows][high, low][16]. */
+#define VALUE_FOUR(w, codes, bytes)                                                                                            \
+    do {                                                                                                                       \
+        const __m512i steps = spread_codes(&s, w, codes, bytes);                                                               \
+        const __m128i *u = (const __m128i *)(const void *)whole;                                                               \
+        a0 = _mm512_dpbusd_epi32(a0, _mm512_broadcast_i32x4(_mm_load_si128(u)), steps);                                        \
+        b0 = _mm512_dpbusd_epi32(b0, _mm512_broadcast_i32x4(_mm_load_si128(u + 1)), steps);                                    \
+        a1 = _mm512_dpbusd_epi32(a1, _mm512_broadcast_i32x4(_mm_load_si128(u + 2)), steps);                                    \
+        b1 = _mm512_dpbusd_epi32(b1, _mm512_broadcast_i32x4(_mm_load_si128(u + 3)), steps);                                    \
+        a2 = _mm512_dpbusd_epi32(a2, _mm512_broadcast_i32x4(_mm_load_si128(u + 4)), steps);                                    \
+        b2 = _mm512_dpbusd_epi32(b2, _mm512_broadcast_i32x4(_mm_load_si128(u + 5)), steps);                                    \
+        a3 = _mm512_dpbusd_epi32(a3, _mm512_broadcast_i32x4(_mm_load_si128(u + 6)), steps);                                    \
+        b3 = _mm512_dpbusd_epi32(b3, _mm512_broadcast_i32x4(_mm_load_si128(u + 7)), steps);                                    \
+    } while (0)
+
+INLINE void add_sums(float *out, __m512i high, __m512i low, float unit)
+{
+    const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
+    _mm512_storeu_ps(out, _mm512_fmadd_ps(sum, _mm512_set1_ps(unit), _mm512_loadu_ps(out)));
+}
+
+/* One four of coordinates at `offset` of every group. */
+INLINE void value_four(const code_spread *spread_in, int w, const uint8_t *groups, uint32_t full, uint32_t group_bytes, const uint8_t *rest,
+                       uint32_t offset, uint32_t bytes, const uint8_t *whole, const float *unit, float *sums)
+{
+    const code_spread s = *spread_in;
+    __m512i a0 = _mm512_setzero_si512(), a1 = a0, a2 = a0, a3 = a0, b0 = a0, b1 = a0, b2 = a0, b3 = a0;
+    const uint8_t *codes = groups + offset;
+    for (uint32_t i = 0; i < full; i++, codes += group_bytes, whole += 128)
+        VALUE_FOUR(w, codes, bytes);
+    if (rest != NULL)
+        VALUE_FOUR(w, rest + offset, bytes);
+    add_sums(sums, a0, b0, unit[0]);
+    add_sums(sums + 16, a1, b1, unit[1]);
+    add_sums(sums + 32, a2, b2, unit[2]);
+    add_sums(sums + 48, a3, b3, unit[3]);
+}
+
+void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
+                      uint8_t *scratch, float *sums)
+{
+    const code_spread s = spread_of(value_gather, value_pick, value_table);
+    float *gathered = (float *)(void *)scratch; /* [1024][4], 16 KiB */
+    uint8_t *whole = scratch + 16384;           /* [groups][4 rows][high, low][16], 8 KiB */
+    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
+    const uint32_t groups = (n + 15) / 16, full = n / 16;
+    __m512 largest = _mm512_setzero_ps();
+
+    /* weights of the run's tokens side by side */
+    for (uint32_t i = 0; i < groups; i++) {
+        float *out = gathered + i * 64;
+        const uint16_t *slot = slots + i * 16;
+        if (i < full) {
+#pragma GCC unroll 16
+            for (uint32_t t = 0; t < 16; t++)
+                _mm_store_ps(out + t * 4, _mm_loadu_ps(weights + (size_t)slot[t] * 4));
+        } else {
+            for (uint32_t t = 0; t < 16; t++)
+                _mm_store_ps(out + t * 4, i * 16 + t < n ? _mm_loadu_ps(weights + (size_t)slot[t] * 4) : _mm_setzero_ps());
+        }
+    }
+    for (uint32_t i = 0; i < groups; i++) {
+        const __m512 gain = gains16(run + i * 8, i < full ? 8 : (n - i * 16 + 1) / 2);
+        for (int v = 0; v < 4; v++) { /* tokens 4 v .. 4 v + 3 of the group */
+            const __m512i each4 = _mm512_add_epi32(_mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3), _mm512_set1_epi32(4 * v));
+            float *p = gathered + i * 64 + v * 16;
+            const __m512 w = _mm512_mul_ps(_mm512_load_ps(p), _mm512_permutexvar_ps(each4, gain));
+            _mm512_store_ps(p, w);
+            largest = _mm512_max_ps(largest, w);
+        }
+    }
+    const __m128 top = fold_max(largest);
+    float unit[4];
+    _mm_storeu_ps(unit, _mm_mul_ps(top, _mm_set1_ps(1.0f / 65535.0f)));
+    const __m128 inverse4 = _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(1e-30f), _CMP_GT_OQ), _mm_set1_ps(65535.0f), top);
+    const __m512 inverse = _mm512_broadcast_f32x4(inverse4);
+    /* [16 tokens][4 rows] of 16 bits, in two vectors -> rows of high and of low bytes */
+    _Alignas(64) static const uint8_t pick_bytes[2][64] = {
+#define PICK(i) (uint8_t)(((i) % 16 * 4 + (i) / 32) * 2 + 1 - (i) / 16 % 2)
+#define PICK2(i) (uint8_t)(((i) % 16 * 4 + (i) / 32 + 2) * 2 + 1 - (i) / 16 % 2)
+        BYTES64(PICK), BYTES64(PICK2)};
+    const __m512i pick0 = _mm512_load_si512(pick_bytes[0]), pick1 = _mm512_load_si512(pick_bytes[1]);
+    for (uint32_t i = 0; i < groups; i++) {
+        const float *p = gathered + i * 64;
+        const __m256i w0 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p), inverse)));
+        const __m256i w1 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 16), inverse)));
+        const __m256i w2 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 32), inverse)));
+        const __m256i w3 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 48), inverse)));
+        const __m512i w01 = _mm512_inserti64x4(_mm512_castsi256_si512(w0), w1, 1), w23 = _mm512_inserti64x4(_mm512_castsi256_si512(w2), w3, 1);
+        _mm512_store_si512(whole + i * 128, _mm512_permutex2var_epi8(w01, pick0, w23));
+        _mm512_store_si512(whole + i * 128 + 64, _mm512_permutex2var_epi8(w01, pick1, w23));
+    }
+
+    const uint8_t *codes = run + (n + 1) / 2, *rest = NULL;
+    if (full < groups) {
+        full_group(codes + (size_t)full * 2 * level->bits, n - full * 16, level, room);
+        rest = room;
+    }
+    uint32_t offset = 0;
+#pragma GCC unroll 3
+    for (int w = 0; w < 3; w++) {
+        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
+        for (uint32_t i = 0; i < count / 4; i++, offset += 4 * bytes, sums += 64)
+            value_four(&s, w, codes, full, 2 * level->bits, rest, offset, 4 * bytes, whole, unit, sums);
+        if (count % 4 != 0) {
+            value_four(&s, w, codes, full, 2 * level->bits, rest, offset, count % 4 * bytes, whole, unit, sums);
+            offset += count % 4 * bytes;
+            sums += 64;
+        }
+    }
+}
+
+void akv_avx512_place_sums(const float *sums, const akv_level_list *list, float *z)
+{
+    static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
+    const uint16_t *coord = list->coord;
+    for (uint32_t w = 0; w < 3; w++) {
+        const __m512 unit = _mm512_set1_ps(unit_of[w]);
+        for (uint32_t i = 0; i < list->by_width[w]; i += 4, sums += 64) {
+            const uint32_t live = list->by_width[w] - i < 4 ? list->by_width[w] - i : 4;
+            __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);
+            _Alignas(64) float four[4][4];
+            TRANSPOSE(a, b, c, d); /* part 0..3: [4 coordinates][4 rows] */
+            _mm512_store_ps(four[0], _mm512_mul_ps(unit, _mm512_add_ps(_mm512_add_ps(a, b), _mm512_add_ps(c, d))));
+            for (uint32_t k = 0; k < live; k++) {
+                float *at = z + (size_t)coord[k] * 4;
+                _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), _mm_load_ps(four[k])));
+            }
+            coord += live;
+        }
+    }
+}
+
+void akv_avx512_histogram(const uint32_t *anchor, const float *weight, uint32_t n, const float *weights, float *hist)
+{
+    for (uint32_t t = 0; t < n; t++) {
+        float *at = hist + (size_t)anchor[t] * 4;
+        _mm_storeu_ps(at, _mm_fmadd_ps(_mm_set1_ps(weight[t]), _mm_loadu_ps(weights + akv_quad_slot(t) * 4), _mm_loadu_ps(at)));
+    }
+}
+
+void akv_avx512_bytes_sum(const float *w, const int8_t *rows, uint32_t n, uint32_t dim, float *out)
+{
+    for (uint32_t i = 0; i < dim; i += 64) {
+        __m512 acc[4][4]; /* [row][16 coordinates] */
+        __mmask16 mask[4];
+        for (uint32_t v = 0; v < 4; v++) {
+            mask[v] = (__mmask16)low_bits(i + 16 * v >= dim ? 0 : dim - i - 16 * v < 16 ? dim - i - 16 * v : 16);
+            for (uint32_t r = 0; r < 4; r++)
+                acc[r][v] = _mm512_maskz_loadu_ps(mask[v], out + (size_t)r * dim + i + 16 * v);
+        }
+        for (uint32_t a = 0; a < n; a++) {
+            const int8_t *row = rows + (size_t)a * dim + i;
+            const __m512 w0 = _mm512_set1_ps(w[a * 4]), w1 = _mm512_set1_ps(w[a * 4 + 1]), w2 = _mm512_set1_ps(w[a * 4 + 2]),
+                         w3 = _mm512_set1_ps(w[a * 4 + 3]);
+#pragma GCC unroll 4
+            for (uint32_t v = 0; v < 4; v++) {
+                const __m512 x = bytes_f32(row + 16 * v, mask[v]);
+                acc[0][v] = _mm512_fmadd_ps(w0, x, acc[0][v]);
+                acc[1][v] = _mm512_fmadd_ps(w1, x, acc[1][v]);
+                acc[2][v] = _mm512_fmadd_ps(w2, x, acc[2][v]);
+                acc[3][v] = _mm512_fmadd_ps(w3, x, acc[3][v]);
+            }
+        }
+        for (uint32_t v = 0; v < 4; v++)
+            for (uint32_t r = 0; r < 4; r++)
+                _mm512_mask_storeu_ps(out + (size_t)r * dim + i + 16 * v, mask[v], acc[r][v]);
+    }
+}
+
+#  ifdef __clang__
+#    pragma clang attribute pop
+#  endif
+#else
+typedef int akv_no_quad_avx512_values; /* a translation unit must not be empty */
+#endif
