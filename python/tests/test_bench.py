@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -367,6 +368,15 @@ def test_keys_turned_back_and_their_anchors(style):
     keys[:, 5] = -3 * keys[:, 299]
     near = ablation.cosines(keys, anchors)
     assert len(near) == 2 * 252 and near.max() == pytest.approx(1, abs=1e-6) and near.min() < 0.8
+
+
+def test_misread_tokenizer_refused(tiny_folder, tmp_path):
+    """As a newer transformers may read the files of an older one: plain letters come back as special tokens."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    transformers.AutoTokenizer.from_pretrained(folder, eos_token="h").save_pretrained(folder)
+    done = run("ppl", "--model", folder, "--text", __file__, "--out", tmp_path / "log.jsonl")
+    assert done.returncode != 0 and "turns plain words into ['h']" in done.stderr, done.stderr
 
 
 def test_clear_errors(tiny_folder, tmp_path):

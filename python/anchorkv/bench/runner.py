@@ -69,6 +69,12 @@ class Bench:
         self.device, self.plain = device, plain or not self.tokenizer.chat_template
         vocabulary, configured = self.tokenizer.get_vocab(), self.model.generation_config.eos_token_id
         self.stop = set(configured if isinstance(configured, list) else [configured]) | {self.tokenizer.eos_token_id}
+        strange = set(self.encode("The ship left the harbour at noon.")) & set(self.tokenizer.all_special_ids)
+        if strange:
+            raise SystemExit(
+                f"the tokenizer of {path} turns plain words into {self.tokenizer.convert_ids_to_tokens(list(strange))}: this "
+                "version of transformers misreads its files; give the original model, or the version that wrote them"
+            )
         self.stop = (self.stop | {vocabulary.get(w) for w in STOP_WORDS}) - {None}
 
     def encode(self, text):
