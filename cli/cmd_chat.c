@@ -100,6 +100,7 @@ static int set_rolling(chat *c)
     rolling.config.profile = c->settings.profile;
     rolling.config.seed = c->settings.seed;
     rolling.budget_bytes = c->settings.goal.budget_bytes;
+    rolling.from_token = !c->behind_document ? 0 : c->num_turns > 0 ? (uint32_t)c->starts[0] : UINT32_MAX;
     akv_status status = akv_llama_set_rolling(c->session.host, &rolling, &diag);
     return status == AKV_OK ? CLI_OK : cli_fail_diag(status, &diag, NULL);
 }

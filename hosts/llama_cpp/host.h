@@ -135,7 +135,7 @@ typedef struct akvl_running {
     uint32_t *capacities; /* [num_layers] */
 } akvl_running;
 
-/* Rolling compression (conversation.c). */
+/* Rolling compression (rolling.c). */
 typedef struct akvl_rolling {
     bool on;
     akv_llama_rolling options;
@@ -258,7 +258,12 @@ akv_status akvl_running_reserve(akv_llama *host, uint32_t layer, akv_diag *diag)
 akv_status akvl_reset_tail(akv_llama *host, const void *native_state, size_t native_bytes, int32_t position, akv_diag *diag);
 /* B's cells as one dense segment of a hosted layer. */
 akv_status akvl_tail_segment(akv_llama *host, uint32_t layer, akv_segment **out, akv_diag *diag);
-/* conversation.c: the latest queries of a layer; compress what has become old; free what belongs to it. */
+/* conversation.c */
+bool akvl_is_hosted(const akv_llama *host, uint32_t layer);
+akv_segment_info akvl_info_of(const akv_segment *segment);
+/* 16-bit bytes of one token in all hosted layers. */
+uint64_t akvl_token_bytes(const akv_llama *host);
+/* rolling.c: the latest queries of a layer; compress what has become old; free what belongs to it. */
 void akvl_rolling_observe(akv_llama *host, uint32_t layer, const struct ggml_tensor *q);
 akv_status akvl_roll(akv_llama *host, akv_diag *diag);
 void akvl_rolling_forget(akv_llama *host);
