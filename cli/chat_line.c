@@ -3,6 +3,7 @@
 #include "chat_line.h"
 
 #include <errno.h>
+#include <locale.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,6 +51,10 @@ int chat_line_read(char **line)
     if (!chat_line_is_interactive())
         return read_plain(line);
 #ifdef AKV_HAVE_EDIT
+    static bool ready; /* libedit drops every character that the locale does not know; lines are UTF-8 whatever it is */
+    if (!ready && (setlocale(LC_CTYPE, "") == NULL || MB_CUR_MAX == 1))
+        setlocale(LC_CTYPE, "C.UTF-8");
+    ready = true;
     *line = readline(prompt);
     if (*line != NULL && **line != '\0')
         add_history(*line);

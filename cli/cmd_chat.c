@@ -175,7 +175,7 @@ static int take_back(chat *c, int32_t start)
 }
 
 /* Says the answer token by token and puts each into the conversation. Ctrl-C ends it; what was said stays. */
-static int answer(chat *c, bool *failed)
+static int answer_tokens(chat *c, bool *failed)
 {
     cli_session *s = &c->session;
     const double begun = cli_now();
@@ -213,6 +213,17 @@ static int answer(chat *c, bool *failed)
     fputc('\n', stdout);
     return fflush(stdout) == 0 ? CLI_OK
                                : cli_fail(CLI_IO, "cannot write the answer to standard output: %s", strerror(errno));
+}
+
+/* Without progress: its bar would wipe the line that the answer stands in. */
+static int answer(chat *c, bool *failed)
+{
+    bool *quiet = &c->session.progress.quiet;
+    const bool before = *quiet;
+    *quiet = true;
+    const int code = answer_tokens(c, failed);
+    *quiet = before;
+    return code;
 }
 
 static int say(chat *c, const char *text)

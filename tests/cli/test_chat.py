@@ -7,6 +7,7 @@
 import argparse
 import json
 import os
+import pty
 import random
 import select
 import signal
@@ -136,6 +137,76 @@ def test_signals(t, model, folder):
     t.run("verify", path, out="ok")
 
 
+class Terminal:
+    """A chat on a pseudo-terminal: what is typed, and what is shown."""
+
+    def __init__(self, args, locale):
+        self.pid, self.fd = pty.fork()
+        if self.pid == 0:
+            os.execve(args[0], args, dict(os.environ, TERM="xterm", LC_ALL=locale))
+        self.shown, self.at = b"", 0
+
+    def read(self, seconds):
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return True
+        try:
+            piece = os.read(self.fd, 65536)
+        except OSError:  # the program has ended
+            piece = b""
+        self.shown += piece
+        return piece != b""
+
+    def expect(self, text, seconds=60):
+        end = time.time() + seconds
+        while text not in self.shown[self.at:]:
+            if time.time() > end or not self.read(0.5):
+                return False
+        self.at = self.shown.index(text, self.at) + len(text)
+        return True
+
+    def type(self, keys):
+        time.sleep(0.2)  # the prompt may be there before the terminal is in the editor's hands
+        os.write(self.fd, keys)
+
+    def end(self, seconds=60):
+        """Ctrl-D; again when it came too early."""
+        end, asked = time.time() + seconds, 0.0
+        while self.read(0.5):
+            if time.time() > end:
+                os.kill(self.pid, signal.SIGKILL)
+            elif time.time() > asked + 5:
+                asked = time.time()
+                self.type(b"\x04")
+        os.close(self.fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def test_terminal(t, model):
+    """Line editing with libedit; a build without it only reads lines."""
+    for locale in ("C.UTF-8", "C"):
+        chat = Terminal([os.path.abspath(t.akv), "chat", "-m", os.path.abspath(model), *FEW], locale)
+        typed = [
+            (b"/nonsensX\x7fe\r", b"no command /nonsense;"),      # backspace
+            (b"/ab\x1b[Dx\r", b"no command /axb;"),               # left arrow
+            (b"\x1b[A\r", b"no command /axb;"),                   # up arrow: the line before
+            (b"bc\x01/\r", b"no command /bc;"),                   # Ctrl-A: the line's beginning
+            ("/né\x7fü\r".encode(), "no command /nü;".encode()),  # a letter of two bytes goes and comes as one
+            (b"/gone\x03/stays\r", b"no command /stays;"),        # Ctrl-C: the line goes, the program stays
+        ]
+        for keys, answer in typed:
+            shown = chat.expect(b"> ")
+            chat.type(keys)
+            t.check(shown and chat.expect(answer), f"chat on a terminal, {locale}: {keys!r} gave {chat.shown[-200:]!r}")
+        t.check(chat.expect(b"> "), "chat on a terminal: no prompt")
+        chat.type(b"Hello\r")
+        chat.expect(b"reading")
+        begun = chat.at
+        t.check(chat.expect(b"\r\n> "), "chat on a terminal: no answer")
+        said = chat.shown[begun:chat.at].rsplit(b"\x1b[K", 1)[-1]  # what no later bar wiped
+        t.check(b"tokens/s" not in said and len(said) > 8, f"chat on a terminal: the answer's line is {said!r}")
+        t.check(chat.end() == 0, "chat on a terminal: Ctrl-D did not end it well")
+
+
 def test_kills(t, model, folder, kills, seed):
     """SIGKILL at random moments: the file stays whole, and no answer that was said to be saved is lost."""
     path = os.path.join(folder, "kills.akv")
@@ -189,6 +260,7 @@ def main():
             test_document(t, args.model, folder)
             test_refusals(t, args.model, folder)
             test_signals(t, args.model, folder)
+            test_terminal(t, args.model)
         test_kills(t, args.model, folder, args.kills, args.seed)
     return t.end()
 
