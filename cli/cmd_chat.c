@@ -4,6 +4,7 @@
 #include "sample.h"
 #include "session.h"
 #include "settings.h"
+#include "shares.h"
 
 #include <cjson/cJSON.h>
 #include <errno.h>
@@ -101,7 +102,9 @@ static int set_rolling(chat *c)
     rolling.config.seed = c->settings.seed;
     rolling.budget_bytes = c->settings.goal.budget_bytes;
     rolling.from_token = !c->behind_document ? 0 : c->num_turns > 0 ? (uint32_t)c->starts[0] : UINT32_MAX;
-    akv_status status = akv_llama_set_rolling(c->session.host, &rolling, &diag);
+    akv_status status = cli_shares_apply(&c->session.shares, c->session.host, &rolling.config, &diag);
+    if (status == AKV_OK)
+        status = akv_llama_set_rolling(c->session.host, &rolling, &diag);
     return status == AKV_OK ? CLI_OK : cli_fail_diag(status, &diag, NULL);
 }
 
@@ -421,6 +424,7 @@ static int parse(int argc, char **argv, chat *c)
                                         {"keep", required_argument, NULL, 'k'},
                                         {"ratio", required_argument, NULL, 'r'},
                                         {"budget", required_argument, NULL, 'b'},
+                                        {"shares", required_argument, NULL, OPT_SHARES},
                                         {"seed", required_argument, NULL, OPT_SEED},
                                         {"threads", required_argument, NULL, 't'},
                                         {"system", required_argument, NULL, OPT_SYSTEM},
@@ -511,11 +515,12 @@ const cli_command cli_cmd_chat = {
     "      --from DOC.akv   about this packed document\n"
     "      --session FILE   go on from this file if it is there, and write it after every answer; it is whole at any "
     "moment\n"
-    "      --ratio X        old turns become X times smaller (10)\n"
+    "      --ratio X        old turns together become X times smaller, the oldest most (10)\n"
     "      --keep R         the same the other way round\n"
     "      --budget BYTES   most that the cache may take, the document's and the exact tokens included: what was "
     "compressed is made\n"
     "                       smaller again when it has to; K, M, G are powers of 1024\n"
+    "      --shares FILE    made by `akv calibrate`: the same bytes, split unevenly over the layers\n"
     "  -n, --predict N      at most N tokens an answer (512)\n"
     "      --temp T         sampling temperature; 0 (default) takes the likeliest token\n"
     "      --seed S         of the random anchors, and of --temp (0)\n"
