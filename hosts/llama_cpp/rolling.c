@@ -66,11 +66,22 @@ void akvl_rolling_observe(akv_llama *host, uint32_t number, const struct ggml_te
 
 /* --------------------------------------------------------------------------------------------------------- budget */
 
-/* Bytes that may be exact at one time: B's cells, what waits to be compressed, and what stays exact. */
+/*
+ * Bytes that may be exact after a step: B's cells, what waits to be compressed (less than a segment), what stays exact
+ * (less than a move of the cells more than asked for), and the exact segments of the document.
+ */
 static uint64_t exact_bytes(const akv_llama *host, const akv_llama_rolling *r)
 {
     const uint64_t cells = llama_n_ctx(host->tail);
-    return akvl_token_bytes(host) * (cells + (uint64_t)r->segment_tokens + r->keep_tokens + 2 * (uint64_t)host->tail_limit);
+    uint64_t bytes = akvl_token_bytes(host) * (cells + (uint64_t)r->segment_tokens + r->keep_tokens + host->tail_limit);
+    for (uint32_t i = 0; i < host->num_layers; i++)
+        for (uint32_t s = 0; s < (akvl_is_hosted(host, i) ? host->running.counts[i] : 0); s++) {
+            const akv_segment_info info = akvl_info_of(host->running.lists[i][s]);
+            if (info.kind == AKV_SEGMENT_DENSE &&
+                (info.first_position < (int64_t)r->from_token || info.dense_reason == AKV_DENSE_EVICTED))
+                bytes += info.bytes.total;
+        }
+    return bytes;
 }
 
 /* What one segment takes, and what it should. */
@@ -187,8 +198,7 @@ static akv_status keep_budget(akv_llama *host, akv_diag *diag)
     if (exact >= r->budget_bytes)
         return akvl_fail(diag, AKV_E_INFEASIBLE,
                          "a budget of %llu bytes is below the %llu that the exact tokens may take (%u waiting to be "
-                         "compressed, %u that"
-                         " stay, and the engine's cells)",
+                         "compressed, %u that stay, the engine's cells, and what of the document is exact)",
                          (unsigned long long)r->budget_bytes, (unsigned long long)exact, r->segment_tokens,
                          r->keep_tokens);
     part_list list;

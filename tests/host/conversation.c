@@ -170,8 +170,8 @@ static void test_budget(void)
 {
     const akv_llama_memory m = memory_of();
     const uint64_t token = m.dense_bytes / (uint64_t)akv_llama_next_position(g_host);
-    /* exact at most: cells 256, waiting 256, staying 64, and two moves of 256 */
-    const uint64_t budget = token * (256 + 256 + 64 + 512) + token * 70;
+    /* exact at most: the opening, cells 256, waiting 256, staying 64, and a move of 256 */
+    const uint64_t budget = token * (OPENING + 256 + 256 + 64 + 256) + token * 72;
     begin(0.2, budget);
     speak(OPENING, SPOKEN, budget);
     const akv_llama_memory after = memory_of();

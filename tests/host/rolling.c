@@ -4,11 +4,14 @@
  * bytes, and the divergence from the exact cache of the tokens that follow. A measurement (docs/sessions.md), not a test: minutes.
  *
  * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--segment N] [--exact N] [--offset BYTES]
+ *        rolling tiny:FOLDER - [the same]
  *
- * The text is spoken in equal turns. "At once" is counted in two ways: everything compressed, and with as many of the last tokens
+ * The second form makes a small random model with a long context in FOLDER and speaks random tokens: bytes alone, which do not depend
+ * on what is said. The text is spoken in equal turns. "At once" is counted in two ways: everything compressed, and with as many of the last tokens
  * exact as the conversation has.
  */
 #include "common.h"
+#include "tiny_models.h"
 
 #include <string.h>
 
@@ -87,6 +90,28 @@ static void open_model(const char *path)
     g_vocab = info.vocab_tokens;
 }
 
+static size_t open_text(const char *model, const char *path, size_t offset, size_t want)
+{
+    size_t bytes, count;
+    char *text = read_file(path, &bytes);
+    CHECK(offset < bytes, "the text has %zu bytes", bytes);
+    const size_t some = bytes - offset < 16 * want ? bytes - offset : 16 * want;
+    open_model(model);
+    CHECK_OK(akv_llama_tokenize(g_host, text + offset, some, 1, 0, &g_tokens, &count, diag));
+    free(text);
+    return count;
+}
+
+static size_t open_tiny(const char *folder, size_t want)
+{
+    char path[4096];
+    CHECK((size_t)snprintf(path, sizeof path, "%s/long.gguf", folder) < sizeof path, "the folder's name is too long");
+    tiny_model_write(tiny_model_find("long"), path);
+    open_model(path);
+    g_tokens = random_tokens(want, TINY_VOCAB, 1);
+    return want;
+}
+
 int main(int argc, char **argv)
 {
     CHECK(argc >= 3 && argc % 2 == 1, "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--segment N] [--exact N] "
@@ -100,21 +125,21 @@ int main(int argc, char **argv)
     r.keep_tokens = (uint32_t)option(argc, argv, "--exact", r.keep_tokens);
     r.from_token = 0;
 
-    size_t bytes, count;
-    char *text = read_file(argv[2], &bytes);
-    CHECK(offset < bytes, "the text has %zu bytes", bytes);
-    const size_t some = bytes - offset < 16 * (N + REST) ? bytes - offset : 16 * (N + REST);
-    open_model(argv[1]);
-    CHECK_OK(akv_llama_tokenize(g_host, text + offset, some, 1, 0, &g_tokens, &count, diag));
+    const int tiny = strncmp(argv[1], "tiny:", 5) == 0;
+    const size_t count = tiny ? open_tiny(argv[1] + 5, N + REST) : open_text(argv[1], argv[2], offset, N + REST);
     CHECK(N > OPENING + CELLS && count >= N + REST && turns > 0, "the text has %zu tokens from there", count);
 
     akv_llama_store_release(host_exactly(g_host, g_tokens, OPENING));
     CHECK_OK(akv_llama_set_rolling(g_host, &r, diag));
+    double worst = 0.0;
     for (size_t at = OPENING, turn = 1; turn <= turns; turn++) {
         const size_t to = OPENING + (N - OPENING) * turn / turns;
         if (to > at)
             CHECK_OK(akv_llama_decode(g_host, g_tokens + at, to - at, AKV_LLAMA_LOGITS_LAST, diag));
         at = to;
+        const akv_llama_memory now = memory_of();
+        const double share = (double)(now.segments.total + now.cell_bytes) / (double)now.dense_bytes;
+        worst = turn + 10 > turns && share > worst ? share : worst;
     }
     const akv_llama_memory m = memory_of();
     const uint64_t token = m.dense_bytes / N;
@@ -126,7 +151,10 @@ int main(int argc, char **argv)
     printf("in all %.2f MiB of %.2f: %.2f times smaller; with the cells as allocated %.2f times\n", (double)all / 1048576,
            (double)m.dense_bytes / 1048576, (double)m.dense_bytes / (double)all,
            (double)m.dense_bytes / (double)(m.segments.total + m.cell_bytes));
+    printf("of the last ten turns the one with most bytes, cells as allocated: %.2f times smaller\n", 1.0 / worst);
     fflush(stdout);
+    if (tiny)
+        return 0;
     CHECK_OK(akv_llama_set_rolling(g_host, NULL, diag)); /* the bytes above are those that answer */
     float *rolled = rest_of(N);
     CHECK_OK(akv_llama_detach(g_host, diag));
@@ -153,6 +181,5 @@ int main(int argc, char **argv)
     akv_llama_free_tokens(g_tokens);
     akv_llama_close(g_host);
     akv_threads_destroy(g_threads);
-    free(text);
     return 0;
 }

@@ -128,6 +128,7 @@ static const tiny_model MODELS[] = {
      .head_dim = 64,
      .fused_qkv = 1,
      .seed = 13},
+    {.name = "long", .architecture = "llama", .layers = 4, .heads = 9, .kv_heads = 3, .head_dim = 64, .context = 40960, .seed = 21},
     {.name = "latent", .architecture = "deepseek2", .layers = 2, .heads = 4, .kv_heads = 1, .head_dim = 64, .seed = 14},
     {.name = "recurrent", .architecture = "mamba", .layers = 2, .heads = 0, .kv_heads = 0, .head_dim = 0, .seed = 15},
     {.name = "axes",
@@ -241,7 +242,7 @@ static void write_metadata(writer *w)
     gguf_set_val_str(w->gguf, "general.name", m->name);
     gguf_set_val_str(w->gguf, "tokenizer.ggml.model", "no_vocab");
     gguf_set_val_u32(w->gguf, key(w, "vocab_size"), TINY_VOCAB);
-    gguf_set_val_u32(w->gguf, key(w, "context_length"), TINY_CONTEXT);
+    gguf_set_val_u32(w->gguf, key(w, "context_length"), m->context ? m->context : TINY_CONTEXT);
     gguf_set_val_u32(w->gguf, key(w, "embedding_length"), TINY_EMBEDDING);
     gguf_set_val_u32(w->gguf, key(w, "block_count"), m->layers);
     gguf_set_val_u32(w->gguf, key(w, "feed_forward_length"), TINY_FORWARD);

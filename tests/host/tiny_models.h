@@ -31,6 +31,7 @@ typedef struct tiny_model {
     int recurrent_every; /* layers i with i % n != 0 are short convolutions */
     int sections;        /* multi-axis positions */
     float embedding;     /* size of the token embeddings; 0 = 1 */
+    uint32_t context;    /* tokens; 0 = TINY_CONTEXT */
     uint64_t seed;
 } tiny_model;
 
