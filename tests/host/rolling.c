@@ -3,7 +3,8 @@
  * rolling.c - measures a conversation that is compressed as it grows against one compression of all of it, at the same bytes in all:
  * bytes, and the divergence from the exact cache of the tokens that follow. A measurement (docs/sessions.md), not a test: minutes.
  *
- * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--segment N] [--exact N] [--offset BYTES]
+ * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] [--exact N]
+ *                [--offset BYTES]
  *        rolling tiny:FOLDER - [the same]
  *
  * The second form makes a small random model with a long context in FOLDER and speaks random tokens: bytes alone, which do not depend
@@ -114,8 +115,8 @@ static size_t open_tiny(const char *folder, size_t want)
 
 int main(int argc, char **argv)
 {
-    CHECK(argc >= 3 && argc % 2 == 1, "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--segment N] [--exact N] "
-          "[--offset BYTES]", argv[0]);
+    CHECK(argc >= 3 && argc % 2 == 1, "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] "
+          "[--exact N] [--offset BYTES]", argv[0]);
     const size_t N = (size_t)option(argc, argv, "--tokens", 7400), turns = (size_t)option(argc, argv, "--turns", 50);
     const size_t offset = (size_t)option(argc, argv, "--offset", 0);
     akv_llama_rolling r;
@@ -130,6 +131,9 @@ int main(int argc, char **argv)
     CHECK(N > OPENING + CELLS && count >= N + REST && turns > 0, "the text has %zu tokens from there", count);
 
     akv_llama_store_release(host_exactly(g_host, g_tokens, OPENING));
+    const double smaller = option(argc, argv, "--budget", 0);
+    if (smaller > 0.0) /* so many times less than all tokens take uncompressed */
+        r.budget_bytes = (uint64_t)((double)(memory_of().dense_bytes / OPENING * N) / smaller);
     CHECK_OK(akv_llama_set_rolling(g_host, &r, diag));
     double worst = 0.0;
     for (size_t at = OPENING, turn = 1; turn <= turns; turn++) {
