@@ -404,8 +404,8 @@ const float *akv_llama_logits(const akv_llama *host, int64_t index);
 /* How a conversation behind an attached store is kept small. */
 typedef struct akv_llama_rolling {
     size_t struct_size;
-    akv_config config;       /* of the segments; keep_ratio is that of all of them together: older ones keep less than newer
-                                ones. budget_bytes must be 0. executor NULL means the host's */
+    akv_config config;       /* of the segments; keep_ratio is that of all of them together: older ones keep less than
+                                newer ones. budget_bytes must be 0. executor NULL means the host's */
     uint32_t segment_tokens; /* how many old tokens become one segment, at least; 1024 */
     uint32_t keep_tokens;    /* how many of the latest stay exact, at least; 128 */
     uint32_t from_token;     /* the tokens before this one stay as they are unless the budget asks for more: a document;
@@ -416,10 +416,10 @@ typedef struct akv_llama_rolling {
 void akv_llama_rolling_init(akv_llama_rolling *rolling); /* config as akv_config_init */
 
 /*
- * akv_llama_set_rolling() - from now on the oldest exact tokens of the conversation are compressed as it grows, the queries
- * asked last telling what is worth its bytes, and its older segments are made smaller so that new ones may be larger. Layer
- * shares (akv_llama_set_layer_shares) hold here too. Compressed segments (the document's too) are made smaller when the budget
- * would not hold. NULL ends it. Ends with akv_llama_detach.
+ * akv_llama_set_rolling() - from now on the oldest exact tokens of the conversation are compressed as it grows, the
+ * queries asked last telling what is worth its bytes, and its older segments are made smaller so that new ones may be
+ * larger. Layer shares (akv_llama_set_layer_shares) hold here too. Compressed segments (the document's too) are made
+ * smaller when the budget would not hold. NULL ends it. Ends with akv_llama_detach.
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_INFEASIBLE (the budget is below what the
  * exact tokens take at most beside the document; the message says what is needed), AKV_E_NO_MEMORY.
  */

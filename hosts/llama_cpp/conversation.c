@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * conversation.c - a conversation behind a document that lives on: its bytes, the way back to any token, and keeping it as a
- * store. rolling.c compresses what has become old.
+ * conversation.c - a conversation behind a document that lives on: its bytes, the way back to any token, and keeping it
+ * as a store. rolling.c compresses what has become old.
  */
 #include "host.h"
 

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rolling.c - old tokens of a conversation become compressed segments as it grows, and older segments give way to newer ones:
- * what one compression of everything would spend on a token falls with its age, and so do the targets here (docs/method.md
- * "a conversation"). Making a segment smaller later costs next to nothing beside having made it so at once.
+ * rolling.c - old tokens of a conversation become compressed segments as it grows, and older segments give way to newer
+ * ones: what one compression of everything would spend on a token falls with its age, and so do the targets here
+ * (docs/method.md "a conversation"). Making a segment smaller later costs next to nothing beside having made it so at
+ * once.
  */
 #include "host.h"
 
@@ -13,7 +14,7 @@
 #define AGE_OFFSET 256.0
 #define AGE_FALL 0.3
 
-/* Queries that observe. Each is also a token that must be an anchor, and a short segment has few (docs/codec-log.md). */
+/* Queries that observe. Each makes a token an anchor, and a short segment has few of those (docs/codec-log.md). */
 enum { OBSERVING = 8 };
 
 /* A new segment gets at most this share of its dense bytes: with more it would stay dense. */
@@ -55,8 +56,7 @@ void akvl_rolling_observe(akv_llama *host, uint32_t number, const struct ggml_te
 {
     if (!host->rolling.on)
         return;
-    const size_t W = observing(host), heads = (size_t)q->ne[2], dim = (size_t)q->ne[0],
-                 n = (size_t)q->ne[1];
+    const size_t W = observing(host), heads = (size_t)q->ne[2], dim = (size_t)q->ne[0], n = (size_t)q->ne[1];
     for (size_t t = n > W ? n - W : 0; t < n; t++)
         for (size_t h = 0; h < heads; h++)
             memcpy(host->rolling.queries[number] + (h * W + (host->rolling.seen[number] + t) % W) * dim,
@@ -209,10 +209,11 @@ static akv_status keep_budget(akv_llama *host, akv_diag *diag)
             now += list.parts[k].now;
         const uint64_t room = r->budget_bytes - exact;
         if (!fit(&list, room))
-            status = akvl_fail(diag, AKV_E_INFEASIBLE,
-                               "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact "
-                               "tokens",
-                               (unsigned long long)room);
+            status = akvl_fail(
+                diag, AKV_E_INFEASIBLE,
+                "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact "
+                "tokens",
+                (unsigned long long)room);
         else if (now > room)
             status = shrink(host, &list, diag);
         host->retargets += status == AKV_OK && now > room;
@@ -244,8 +245,8 @@ akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolli
         const akvl_layer *l = &host->tail_graph->layers[i];
         if (!akvl_is_hosted(host, i))
             continue;
-        r->queries[i] = akvl_new(
-            (size_t)l->num_kv_heads * l->gqa_group * observing(host) * l->head_dim_k, sizeof(float));
+        r->queries[i] =
+            akvl_new((size_t)l->num_kv_heads * l->gqa_group * observing(host) * l->head_dim_k, sizeof(float));
         ok = r->queries[i] != NULL;
     }
     akv_status status =
@@ -259,7 +260,7 @@ akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolli
 
 /* -------------------------------------------------------------------------------------------------------- rolling */
 
-/* Dense segments at the end of a layer's list, and how many of their tokens may be compressed: *take segments from the first. */
+/* Dense segments at the end of a layer's list; *take of them, from the first on, with *tokens tokens may be compressed. */
 static uint32_t waiting(const akv_llama *host, uint32_t i, uint32_t *take, uint64_t *tokens)
 {
     const akvl_running *r = &host->running;
@@ -358,11 +359,12 @@ static akv_status list_new(const akv_llama *host, part_list *list, akv_diag *dia
         akv_plan_info_init(&plan);
         const akv_status status = akv_plan(&layer.shape, &host->rolling.options.config, &plan, &inner);
         if (status != AKV_OK && status != AKV_E_INFEASIBLE)
-            return akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i, (unsigned long long)tokens,
-                             inner.message);
+            return akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i,
+                             (unsigned long long)tokens, inner.message);
         const uint64_t most = (uint64_t)(MOST_KEEP * (double)plan.dense_bytes);
-        add_part(host, list, i, akvl_info_of(host->running.lists[i][first]).first_position, tokens,
-                 (part){.dense = plan.dense_bytes, .now = most, .least = plan.min_bytes < most ? plan.min_bytes : most});
+        add_part(
+            host, list, i, akvl_info_of(host->running.lists[i][first]).first_position, tokens,
+            (part){.dense = plan.dense_bytes, .now = most, .least = plan.min_bytes < most ? plan.min_bytes : most});
     }
     return AKV_OK;
 }
@@ -390,12 +392,14 @@ static akv_status roll(akv_llama *host, part_list *list, size_t old, akv_diag *d
 {
     const uint64_t room = (uint64_t)(host->rolling.options.config.keep_ratio * (double)list->dense);
     if (!fit(list, room))
-        return akvl_fail(diag, AKV_E_INFEASIBLE,
-                         "segments of %u tokens cannot become %.1f times smaller: what each needs for itself is more; use a "
-                         "smaller ratio",
-                         host->rolling.options.segment_tokens, 1.0 / host->rolling.options.config.keep_ratio);
+        return akvl_fail(
+            diag, AKV_E_INFEASIBLE,
+            "segments of %u tokens cannot become %.1f times smaller: what each needs for itself is more; use a "
+            "smaller ratio",
+            host->rolling.options.segment_tokens, 1.0 / host->rolling.options.config.keep_ratio);
     akv_segment **made = akvl_new(host->num_layers, sizeof(akv_segment *));
-    akv_status status = made ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for a table of %u layers", host->num_layers);
+    akv_status status =
+        made ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for a table of %u layers", host->num_layers);
     size_t k = old;
     for (uint32_t i = 0; status == AKV_OK && i < host->num_layers; i++) {
         uint32_t take = 0;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * conversation.c - a long conversation on a real model: old tokens are compressed as it grows, the budget holds at every step, going
- * back to any token leads to the same logits, a snapshot goes on where the conversation was, older segments keep less than
- * newer ones. How far rolling is from compressing once: rolling.c.
+ * conversation.c - a long conversation on a real model: old tokens are compressed as it grows, the budget holds at every
+ * step, going back to any token leads to the same logits, a snapshot goes on where the conversation was, older segments
+ * keep less than newer ones. How far rolling is from compressing once: rolling.c.
  *
  * usage: conversation MODEL.gguf TEXT
  */
@@ -74,7 +74,7 @@ static float *logits_from(int32_t position, size_t n)
     return copy_logits(n);
 }
 
-/* In every layer the older of two compressed segments keeps less of its bytes than the newer one, and all keep what was asked. */
+/* In every layer an older compressed segment keeps less of its bytes than a newer one; all of them what was asked. */
 static void check_ages(void)
 {
     akv_llama_store *store = NULL;

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rolling.c - measures a conversation that is compressed as it grows against one compression of all of it, at the same bytes in all:
- * bytes, and the divergence from the exact cache of the tokens that follow. A measurement (docs/sessions.md), not a test: minutes.
+ * rolling.c - measures a conversation that is compressed as it grows against one compression of all of it, at the same
+ * bytes in all: bytes, and the divergence from the exact cache of the tokens that follow. A measurement
+ * (docs/sessions.md), not a test: it takes minutes.
  *
  * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] [--exact N]
  *                [--offset BYTES]
  *        rolling tiny:FOLDER - [the same]
  *
- * The second form makes a small random model with a long context in FOLDER and speaks random tokens: bytes alone, which do not depend
- * on what is said. The text is spoken in equal turns. "At once" is counted in two ways: everything compressed, and with as many of the last tokens
- * exact as the conversation has.
+ * The second form makes a small random model with a long context in FOLDER and speaks random tokens: bytes alone, which
+ * do not depend on what is said. The text is spoken in equal turns. "At once" is counted in two ways: everything
+ * compressed, and with as many of the last tokens exact as the conversation has.
  */
 #include "common.h"
 #include "tiny_models.h"
@@ -115,8 +116,10 @@ static size_t open_tiny(const char *folder, size_t want)
 
 int main(int argc, char **argv)
 {
-    CHECK(argc >= 3 && argc % 2 == 1, "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] "
-          "[--exact N] [--offset BYTES]", argv[0]);
+    CHECK(argc >= 3 && argc % 2 == 1,
+          "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] "
+          "[--exact N] [--offset BYTES]",
+          argv[0]);
     const size_t N = (size_t)option(argc, argv, "--tokens", 7400), turns = (size_t)option(argc, argv, "--turns", 50);
     const size_t offset = (size_t)option(argc, argv, "--offset", 0);
     akv_llama_rolling r;
@@ -150,10 +153,10 @@ int main(int argc, char **argv)
     const size_t in_cells = (N - OPENING - 1) % CELLS + 1; /* they move when the next token comes */
     const size_t exact = in_cells + (size_t)(m.segments.dense / token);
     const uint64_t all = m.segments.total + token * in_cells;
-    printf("%zu tokens in %zu turns, %u rolls: %.2f MiB in %u segments, %zu tokens exact (%zu of them in cells)\n", N, turns, m.rolls,
-           (double)m.segments.total / 1048576, m.num_segments, exact, in_cells);
-    printf("in all %.2f MiB of %.2f: %.2f times smaller; with the cells as allocated %.2f times\n", (double)all / 1048576,
-           (double)m.dense_bytes / 1048576, (double)m.dense_bytes / (double)all,
+    printf("%zu tokens in %zu turns, %u rolls: %.2f MiB in %u segments, %zu tokens exact (%zu of them in cells)\n", N,
+           turns, m.rolls, (double)m.segments.total / 1048576, m.num_segments, exact, in_cells);
+    printf("in all %.2f MiB of %.2f: %.2f times smaller; with the cells as allocated %.2f times\n",
+           (double)all / 1048576, (double)m.dense_bytes / 1048576, (double)m.dense_bytes / (double)all,
            (double)m.dense_bytes / (double)(m.segments.total + m.cell_bytes));
     printf("of the last ten turns the one with most bytes, cells as allocated: %.2f times smaller\n", 1.0 / worst);
     fflush(stdout);
