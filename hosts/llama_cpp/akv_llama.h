@@ -21,7 +21,7 @@
  *
  * Peers to compare with: akv_llama_prefill_cache and akv_llama_compress_with.
  *
- * A host is used by one thread at a time. Outputs are untouched on failure; the host stays usable. The one piece of
+ * A host is used by one thread at a time; what takes a const host and returns texts or tokens may run beside it. Outputs are untouched on failure; the host stays usable. The one piece of
  * process-wide state is libllama's own log hook, which akv_llama_open sets.
  */
 #ifndef AKV_LLAMA_H
@@ -35,6 +35,7 @@ extern "C" {
 
 typedef struct akv_llama akv_llama;             /* one loaded model and at most two contexts */
 typedef struct akv_llama_store akv_llama_store; /* one compressed document; immutable, reference-counted (atomic) */
+typedef struct akv_llama_conversation akv_llama_conversation; /* one of several on a host, see akv_llama_switch */
 
 /* ----------------------------------------------------------------------------------------- open and describe */
 
@@ -86,6 +87,13 @@ void akv_llama_options_init(akv_llama_options *options);
  */
 akv_status akv_llama_open(const akv_llama_options *options, akv_llama **out, akv_diag *diag);
 void akv_llama_close(akv_llama *host); /* NULL is fine */
+
+/*
+ * akv_llama_open_beside() - another host on a model that is loaded already: it has contexts of its own and may be used by another
+ * thread at the same time. options->model_path is not read; the log stays as the first host set it. The model lives until the last
+ * of its hosts is closed. Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_NO_MEMORY.
+ */
+akv_status akv_llama_open_beside(akv_llama *host, const akv_llama_options *options, akv_llama **out, akv_diag *diag);
 
 /*
  * What must agree between the model that made a store and the model that answers from it. Fixed-width fields in one
@@ -442,6 +450,29 @@ akv_status akv_llama_snapshot(akv_llama *host, akv_llama_store **out, akv_diag *
 
 /* Token ids [akv_llama_next_position] of document and conversation; borrowed until the next decode. NULL when nothing is attached. */
 const int32_t *akv_llama_history(const akv_llama *host);
+
+/*
+ * Several conversations in turn on one host, in one context B: the one that has to wait is set aside with as many of B's cells as it
+ * uses, byte for byte. They may stand behind one store (its segments are shared) or behind different ones.
+ *
+ * akv_llama_conversation_create() - one that stands right behind `store`'s document (retained). Nothing is computed or copied yet.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_MISMATCH (a store of another model), AKV_E_NO_MEMORY.
+ *
+ * akv_llama_switch() - `to` goes into B, the one that was there is set aside; what akv_llama_attach put there is dropped. Then the host is
+ * as after akv_llama_attach and whatever was done to `to` since (its rolling compression included); there are no logits. The first
+ * call makes B. akv_llama_attach, _detach and _prefill set the conversation in B aside too.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_MISMATCH, AKV_E_NO_MEMORY (each leaves the one in B there, or sets it aside),
+ * AKV_E_BAD_STATE (`to` is in another host's B, or was lost when there was no memory to set it aside), AKV_E_CORRUPT (libllama does
+ * not take its cells back; akv_llama_rewind mends it).
+ *
+ * akv_llama_conversation_free() - from B too. Only on the thread that uses the host, and before the host is closed if it is in its B.
+ * akv_llama_conversation_bytes() - of B's cells, while it is set aside; 0 in B, and before its first token.
+ */
+akv_status akv_llama_conversation_create(const akv_llama *host, akv_llama_store *store, akv_llama_conversation **out,
+                                         akv_diag *diag);
+akv_status akv_llama_switch(akv_llama *host, akv_llama_conversation *to, akv_diag *diag);
+void akv_llama_conversation_free(akv_llama_conversation *conversation); /* NULL is fine */
+uint64_t akv_llama_conversation_bytes(const akv_llama_conversation *conversation);
 
 /* The bytes that count for the budget: all segments attended to, and B's cells as they are allocated. */
 typedef struct akv_llama_memory {

@@ -17,7 +17,7 @@ static void running_clear(akv_llama *host)
             akv_segment_release(r->lists[i][--r->counts[i]]);
 }
 
-static void running_free(akv_llama *host)
+void akvl_running_free(akv_llama *host)
 {
     akvl_running *r = &host->running;
     running_clear(host);
@@ -40,7 +40,7 @@ static void running_rewind(akv_llama *host)
             r->lists[i][r->counts[i]++] = akv_segment_retain(parts->segments[parts->layers[i].first_segment + s]);
 }
 
-static akv_status running_create(akv_llama *host, akv_diag *diag)
+akv_status akvl_running_create(akv_llama *host, akv_diag *diag)
 {
     akvl_running *r = &host->running;
     const akv_llama_store_parts *parts = &host->store->parts;
@@ -181,11 +181,21 @@ static akv_status reserve_workspace(akv_llama *host, uint32_t num_queries, akv_d
 
 void akvl_drop_tail(akv_llama *host)
 {
+    if (host->current && akvl_set_aside(host, NULL) != AKV_OK) {
+        host->current->lost = true;
+        host->current->host = NULL;
+        host->current = NULL;
+    }
+    if (host->spare_tail)
+        llama_free(host->spare_tail);
+    host->spare_tail = NULL;
+    akvl_graph_free(host->spare_graph);
+    host->spare_graph = NULL;
     if (host->tail)
         llama_free(host->tail);
     host->tail = NULL;
     if (host->store)
-        running_free(host);
+        akvl_running_free(host);
     akvl_rolling_free(host);
     free(host->history);
     host->history = NULL;
@@ -205,7 +215,7 @@ akv_status akvl_reset_tail(akv_llama *host, const void *native_state, size_t nat
     return native_bytes ? akvl_load_native(host->tail, native_state, native_bytes, diag) : AKV_OK;
 }
 
-static akv_status rewind_tail(akv_llama *host, akv_diag *diag)
+akv_status akvl_rewind_tail(akv_llama *host, akv_diag *diag)
 {
     const akv_llama_store_parts *parts = &host->store->parts;
     running_rewind(host);
@@ -214,6 +224,25 @@ static akv_status rewind_tail(akv_llama *host, akv_diag *diag)
     if (status == AKV_OK)
         status = remember(host, parts->tokens, (size_t)parts->num_tokens, diag);
     host->tail_first = host->tail_position = parts->next_position;
+    return status;
+}
+
+akv_status akvl_check_store(const akvl_graph *graph, const akv_llama_store_parts *parts, akv_diag *diag)
+{
+    akv_status status = AKV_OK;
+    for (uint32_t i = 0; status == AKV_OK && i < parts->num_layers; i++) {
+        const akv_llama_layer *layer = &parts->layers[i];
+        const akvl_layer *mine = &graph->layers[i];
+        if (mine->seen != (layer->kind != AKV_LLAMA_LAYER_NO_CACHE)) {
+            status = akvl_fail(diag, AKV_E_MISMATCH,
+                               "layer %u %s a cache in this model, other than in the compressed document", i,
+                               mine->seen ? "has" : "has not");
+        } else if (layer->kind == AKV_LLAMA_LAYER_HOSTED) {
+            akv_llama_layer signature;
+            akvl_layer_signature(mine, &signature);
+            status = akvl_signature_compare(layer, &signature, i, diag);
+        }
+    }
     return status;
 }
 
@@ -232,20 +261,7 @@ static akv_status learn_tail(akv_llama *host, akv_diag *diag)
     hook->mode = AKVL_REPLACE;
     if (status == AKV_OK)
         status = akvl_graph_check(host->tail_graph, 0, diag);
-    for (uint32_t i = 0; status == AKV_OK && i < host->num_layers; i++) {
-        const akv_llama_layer *layer = &parts->layers[i];
-        const akvl_layer *mine = &host->tail_graph->layers[i];
-        if (mine->seen != (layer->kind != AKV_LLAMA_LAYER_NO_CACHE)) {
-            status = akvl_fail(diag, AKV_E_MISMATCH,
-                               "layer %u %s a cache in this model, other than in the compressed document", i,
-                               mine->seen ? "has" : "has not");
-        } else if (layer->kind == AKV_LLAMA_LAYER_HOSTED) {
-            akv_llama_layer signature;
-            akvl_layer_signature(mine, &signature);
-            status = akvl_signature_compare(layer, &signature, i, diag);
-        }
-    }
-    return status;
+    return status == AKV_OK ? akvl_check_store(host->tail_graph, parts, diag) : status;
 }
 
 akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *diag)
@@ -265,11 +281,11 @@ akv_status akv_llama_attach(akv_llama *host, akv_llama_store *store, akv_diag *d
         status = akvl_fail(diag, AKV_E_NO_MEMORY, "libllama cannot make a context of %u cells: %s",
                            akvl_tail_cells(host), akvl_first_error());
     if (status == AKV_OK)
-        status = running_create(host, diag);
+        status = akvl_running_create(host, diag);
     if (status == AKV_OK)
         status = learn_tail(host, diag);
     if (status == AKV_OK)
-        status = rewind_tail(host, diag);
+        status = akvl_rewind_tail(host, diag);
     if (status == AKV_OK)
         status = reserve_workspace(
             host, host->options.batch_tokens < host->tail_limit ? host->options.batch_tokens : host->tail_limit, diag);
@@ -311,7 +327,7 @@ akv_status akv_llama_rewind(akv_llama *host, akv_diag *diag)
         return akvl_fail(diag, AKV_E_BAD_STATE,
                          "there is no document; run akv_llama_prefill or akv_llama_attach first");
     host->logits_rows = 0;
-    return host->tail ? rewind_tail(host, diag) : rewind_dense(host, diag);
+    return host->tail ? akvl_rewind_tail(host, diag) : rewind_dense(host, diag);
 }
 
 int32_t akv_llama_next_position(const akv_llama *host)

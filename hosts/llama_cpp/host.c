@@ -53,18 +53,19 @@ static struct {
     akv_llama_log_level level;
     akv_llama_log_fn log;
     void *opaque;
-    bool last_passed;      /* what a continuation line inherits */
-    char first_error[256]; /* since akvl_forget_errors, without its line end */
 } g_log;
+/* Hosts that share a model may run on several threads; each sees its own errors. */
+static _Thread_local bool g_last_passed;      /* what a continuation line inherits */
+static _Thread_local char g_first_error[256]; /* since akvl_forget_errors, without its line end */
 
 void akvl_forget_errors(void)
 {
-    g_log.first_error[0] = 0;
+    g_first_error[0] = 0;
 }
 
 const char *akvl_first_error(void)
 {
-    return g_log.first_error[0] ? g_log.first_error : "it gives no reason";
+    return g_first_error[0] ? g_first_error : "it gives no reason";
 }
 
 static void on_log(enum ggml_log_level level, const char *text, void *user)
@@ -76,13 +77,13 @@ static void on_log(enum ggml_log_level level, const char *text, void *user)
             [GGML_LOG_LEVEL_INFO] = AKV_LLAMA_LOG_INFO,    [GGML_LOG_LEVEL_WARN] = AKV_LLAMA_LOG_WARNINGS,
             [GGML_LOG_LEVEL_ERROR] = AKV_LLAMA_LOG_ERRORS,
         };
-        g_log.last_passed = (size_t)level >= sizeof needed / sizeof needed[0] || needed[level] <= g_log.level;
+        g_last_passed = (size_t)level >= sizeof needed / sizeof needed[0] || needed[level] <= g_log.level;
     }
-    if (level == GGML_LOG_LEVEL_ERROR && !g_log.first_error[0]) {
-        snprintf(g_log.first_error, sizeof g_log.first_error, "%s", text);
-        g_log.first_error[strcspn(g_log.first_error, "\r\n")] = 0;
+    if (level == GGML_LOG_LEVEL_ERROR && !g_first_error[0]) {
+        snprintf(g_first_error, sizeof g_first_error, "%s", text);
+        g_first_error[strcspn(g_first_error, "\r\n")] = 0;
     }
-    if (g_log.last_passed && g_log.log && g_log.level != AKV_LLAMA_LOG_NONE)
+    if (g_last_passed && g_log.log && g_log.level != AKV_LLAMA_LOG_NONE)
         g_log.log(g_log.opaque, text);
 }
 
@@ -203,6 +204,13 @@ static akv_status load(akv_llama *host, akv_diag *diag)
         return akvl_fail(diag, AKV_E_CANCELLED, "loading \"%s\" was cancelled", path);
     if (!host->model)
         return akvl_fail(diag, AKV_E_IO, "libllama %s cannot load \"%s\": %s", llama_version(), path, akvl_first_error());
+    host->shared = akvl_new(1, sizeof *host->shared);
+    if (!host->shared) {
+        llama_model_free(host->model);
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the host object");
+    }
+    atomic_init(&host->shared->references, 1);
+    host->shared->llama = host->model;
     host->vocab = llama_model_get_vocab(host->model);
     if (llama_model_is_recurrent(host->model))
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model is recurrent: it has no key/value cache to compress");
@@ -213,6 +221,50 @@ static akv_status load(akv_llama *host, akv_diag *diag)
                          " is a diffusion model");
     if (llama_vocab_n_tokens(host->vocab) < 1 || llama_model_n_layer(host->model) < 1)
         return akvl_fail(diag, AKV_E_UNSUPPORTED, "this model has no vocabulary or no layers");
+    return AKV_OK;
+}
+
+static akv_status make_tables(akv_llama *host, akv_diag *diag)
+{
+    host->layer_stats = akvl_new(host->num_layers, sizeof *host->layer_stats);
+    host->is_hosted = akvl_new(host->num_layers, sizeof *host->is_hosted);
+    host->batch = llama_batch_init((int32_t)host->options.batch_tokens, 0, 1);
+    if (!host->layer_stats || !host->is_hosted || !host->batch.token || !host->batch.seq_id)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for batches of %u tokens", host->options.batch_tokens);
+    return AKV_OK;
+}
+
+akv_status akv_llama_open_beside(akv_llama *first, const akv_llama_options *options, akv_llama **out, akv_diag *diag)
+{
+    akv_llama_options checked;
+    if (!first || !options || !out)
+        return akvl_fail(diag, AKV_E_INVALID_ARGUMENT, "host, options and out must not be NULL");
+    checked = *options;
+    checked.model_path = "shared"; /* the model is there; the path is not read */
+    akv_status status = check_options(&checked, diag);
+    if (status != AKV_OK)
+        return status;
+    akv_llama *host = akvl_new(1, sizeof *host);
+    if (!host)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the host object");
+    host->options = checked;
+    host->options.model_path = NULL;
+    if (host->options.num_threads == 0)
+        host->options.num_threads = 1;
+    host->shared = first->shared;
+    atomic_fetch_add_explicit(&host->shared->references, 1, memory_order_relaxed);
+    host->model = first->model;
+    host->vocab = first->vocab;
+    host->info = first->info;
+    host->num_layers = first->num_layers;
+    status = make_tables(host, diag);
+    if (status != AKV_OK) {
+        akv_llama_close(host);
+        return status;
+    }
+    akv_llama_stats_init(&host->stats);
+    host->stats.num_layers = host->num_layers;
+    *out = host;
     return AKV_OK;
 }
 
@@ -243,13 +295,8 @@ akv_status akv_llama_open(const akv_llama_options *options, akv_llama **out, akv
         status = akvl_fingerprint(host, diag);
     }
     host->options.model_path = NULL; /* the caller's string need not outlive this call */
-    if (status == AKV_OK) {
-        host->layer_stats = akvl_new(host->num_layers, sizeof *host->layer_stats);
-        host->is_hosted = akvl_new(host->num_layers, sizeof *host->is_hosted);
-        host->batch = llama_batch_init((int32_t)options->batch_tokens, 0, 1);
-        if (!host->layer_stats || !host->is_hosted || !host->batch.token || !host->batch.seq_id)
-            status = akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for batches of %u tokens", options->batch_tokens);
-    }
+    if (status == AKV_OK)
+        status = make_tables(host, diag);
     if (status != AKV_OK) {
         akv_llama_close(host);
         return status;
@@ -269,8 +316,10 @@ void akv_llama_close(akv_llama *host)
     akvl_drop_dense(host);
     if (host->batch.token)
         llama_batch_free(host->batch);
-    if (host->model)
+    if (host->shared && atomic_fetch_sub_explicit(&host->shared->references, 1, memory_order_acq_rel) == 1) {
         llama_model_free(host->model);
+        free(host->shared);
+    }
     free(host->layer_stats);
     free(host->is_hosted);
     free(host->shares);

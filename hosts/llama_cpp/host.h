@@ -143,9 +143,35 @@ typedef struct akvl_rolling {
     uint64_t *seen;   /* [num_layers] since attach or the last truncation */
 } akvl_rolling;
 
+/* A loaded model; several hosts may use it. */
+typedef struct akvl_model {
+    atomic_uint references;
+    struct llama_model *llama;
+} akvl_model;
+
+/* A conversation that is not the one in context B (switch.c). While it is there, the host has these fields. */
+struct akv_llama_conversation {
+    akv_llama *host; /* whose B it is in; NULL while it is set aside */
+    bool begun;      /* false: it stands right behind the document and has nothing but the store */
+    bool lost;       /* there was no memory to set it aside */
+    akv_llama_store *store;
+    akvl_running running;
+    akvl_rolling rolling;
+    int32_t *history;
+    size_t history_capacity;
+    uint32_t rolls;
+    uint32_t retargets;
+    uint32_t tail_used;
+    int32_t tail_position;
+    int32_t tail_first;
+    void *state; /* libllama's bytes of B's cells, as many as were used */
+    size_t state_bytes;
+};
+
 struct akv_llama {
     akv_llama_options options;
-    struct llama_model *model;
+    akvl_model *shared;
+    struct llama_model *model; /* shared->llama */
     const struct llama_vocab *vocab;
     akv_llama_model_info info;
     uint32_t num_layers;
@@ -182,6 +208,9 @@ struct akv_llama {
     int32_t tail_first;    /* position of B's cell 0 */
     void *workspace;
     size_t workspace_bytes;
+    akv_llama_conversation *current;   /* the one in B, or NULL */
+    struct llama_context *spare_tail;  /* B and what was learnt of it while no conversation is in it */
+    akvl_graph *spare_graph;
 
     /* outcome of the last decode or prefill */
     float *logits;
@@ -247,6 +276,15 @@ void akvl_fill_params(const akv_llama *host, uint32_t number, uint32_t num_queri
                       akv_attend_params *out);
 /* One layer of akv_llama_compare; `attached` is the call whose result is there. Allocates nothing. */
 akv_status akvl_compare_layer(akv_llama *host, uint32_t number, const akv_attend_params *attached, akv_diag *diag);
+
+/* decode.c: the segment lists of host->store, and B right behind its document. */
+akv_status akvl_running_create(akv_llama *host, akv_diag *diag);
+void akvl_running_free(akv_llama *host);
+akv_status akvl_rewind_tail(akv_llama *host, akv_diag *diag);
+/* Whether B's graph attends as a store's layers were learnt. */
+akv_status akvl_check_store(const akvl_graph *graph, const akv_llama_store_parts *parts, akv_diag *diag);
+/* switch.c: the conversation in B is set aside, B is free. */
+akv_status akvl_set_aside(akv_llama *host, akv_diag *diag);
 
 /* State of window and recurrent layers of sequence 0. */
 akv_status akvl_save_native(struct llama_context *context, void **out, size_t *bytes, akv_diag *diag);
