@@ -240,6 +240,7 @@ typedef struct cli_command {
 extern const cli_command cli_cmd_ask;
 extern const cli_command cli_cmd_pack;
 extern const cli_command cli_cmd_chat;
+extern const cli_command cli_cmd_serve;
 extern const cli_command cli_cmd_repack;
 extern const cli_command cli_cmd_info;
 extern const cli_command cli_cmd_verify;

@@ -7,7 +7,7 @@
 #include <string.h>
 
 static const cli_command *const commands[] = {
-    &cli_cmd_ask,  &cli_cmd_chat, &cli_cmd_pack, &cli_cmd_repack,    &cli_cmd_info,
+    &cli_cmd_ask,  &cli_cmd_chat, &cli_cmd_serve, &cli_cmd_pack, &cli_cmd_repack,    &cli_cmd_info,
     &cli_cmd_verify, &cli_cmd_plan, &cli_cmd_eval, &cli_cmd_calibrate, &cli_cmd_bench};
 enum { NUM_COMMANDS = sizeof commands / sizeof commands[0] };
 

@@ -68,6 +68,7 @@ missing_packages() {
     has_header xxhash.h || echo libxxhash-dev
     has_header cjson/cJSON.h || echo libcjson-dev
     has_header editline/readline.h || echo libedit-dev # line editing in akv chat; the build goes without it too
+    has_header microhttpd.h || echo libmicrohttpd-dev # akv serve; the build goes without it too
 }
 
 # For the test of the page of akv serve; Selenium may belong to another Python than the first one found.

@@ -467,12 +467,14 @@ const int32_t *akv_llama_history(const akv_llama *host);
  *
  * akv_llama_conversation_free() - from B too. Only on the thread that uses the host, and before the host is closed if it is in its B.
  * akv_llama_conversation_bytes() - of B's cells, while it is set aside; 0 in B, and before its first token.
+ * akv_llama_conversation_segment_bytes() - of its own segments, those of the document not counted.
  */
 akv_status akv_llama_conversation_create(const akv_llama *host, akv_llama_store *store, akv_llama_conversation **out,
                                          akv_diag *diag);
 akv_status akv_llama_switch(akv_llama *host, akv_llama_conversation *to, akv_diag *diag);
 void akv_llama_conversation_free(akv_llama_conversation *conversation); /* NULL is fine */
 uint64_t akv_llama_conversation_bytes(const akv_llama_conversation *conversation);
+uint64_t akv_llama_conversation_segment_bytes(const akv_llama_conversation *conversation);
 
 /* The bytes that count for the budget: all segments attended to, and B's cells as they are allocated. */
 typedef struct akv_llama_memory {

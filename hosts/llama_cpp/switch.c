@@ -28,6 +28,23 @@ uint64_t akv_llama_conversation_bytes(const akv_llama_conversation *c)
     return c && !c->host ? c->state_bytes : 0;
 }
 
+uint64_t akv_llama_conversation_segment_bytes(const akv_llama_conversation *c)
+{
+    const akvl_running *r = c && c->host ? &c->host->running : c ? &c->running : NULL;
+    if (!c || c->lost || !(r->lists && r->counts))
+        return 0;
+    const akv_llama_store_parts *parts = &(c->host ? c->host->store : c->store)->parts;
+    uint64_t bytes = 0;
+    for (uint32_t i = 0; i < parts->num_layers; i++)
+        for (uint32_t s = parts->layers[i].num_segments; s < r->counts[i]; s++) {
+            akv_segment_info info;
+            akv_segment_info_init(&info);
+            akv_segment_get_info(r->lists[i][s], &info, NULL);
+            bytes += info.bytes.total;
+        }
+    return bytes;
+}
+
 /* B without a conversation in it, so that everything else sees a host with nothing attached. */
 static void spare(akv_llama *host)
 {

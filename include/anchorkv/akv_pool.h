@@ -91,6 +91,18 @@ AKV_API void akv_pool_stats_init(akv_pool_stats *stats);
 /* Returns AKV_OK, AKV_E_INVALID_ARGUMENT. */
 AKV_API akv_status akv_pool_get_stats(akv_pool *pool, akv_pool_stats *out, akv_diag *diag);
 
+/* One document as it is now. Asking does not mark it used and does not fetch it. */
+typedef struct akv_pool_document {
+    size_t struct_size;
+    akv_bytes bytes;      /* of its segments; by kind only while it is here, else the total alone */
+    uint64_t dense_bytes; /* uncompressed, 16 bit */
+    int spilled;          /* nonzero: it was handed to the caller */
+} akv_pool_document;
+
+AKV_API void akv_pool_document_init(akv_pool_document *document);
+/* Returns AKV_OK, AKV_E_INVALID_ARGUMENT (no such document too). */
+AKV_API akv_status akv_pool_get_document(akv_pool *pool, uint64_t id, akv_pool_document *out, akv_diag *diag);
+
 #ifdef __cplusplus
 }
 #endif

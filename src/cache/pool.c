@@ -10,6 +10,7 @@ typedef struct akv_pooled {
     uint64_t id;
     uint64_t used;  /* tick of the last use */
     uint64_t bytes; /* of all segments, objects included */
+    uint64_t dense_bytes;
     uint32_t num_segments;
     bool at_least; /* cannot be made smaller */
     bool away;     /* spilled; segments are NULL */
@@ -229,6 +230,8 @@ static akv_status add(akv_pool *pool, akv_segment *const *segments, uint32_t n, 
     for (uint32_t i = 0; i < n; i++) {
         d.segments[i] = akv_segment_retain(segments[i]);
         d.bytes += segment_bytes(segments[i]);
+        const akv_header *h = akv_header_of(segments[i]);
+        d.dense_bytes += akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
     }
     pool->documents[pool->count++] = d;
     akv_status status = make_room(pool, 0, d.id, diag);
@@ -339,4 +342,36 @@ akv_status akv_pool_get_stats(akv_pool *pool, akv_pool_stats *out, akv_diag *dia
     out->fetches = pool->fetches;
     pthread_mutex_unlock(&pool->lock);
     return AKV_OK;
+}
+
+void akv_pool_document_init(akv_pool_document *document)
+{
+    memset(document, 0, sizeof *document);
+    document->struct_size = sizeof *document;
+}
+
+akv_status akv_pool_get_document(akv_pool *pool, uint64_t id, akv_pool_document *out, akv_diag *diag)
+{
+    if (pool == NULL || out == NULL || out->struct_size < sizeof *out)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "pool must not be NULL, and out must come from akv_pool_document_init");
+    akv_pool_document_init(out);
+    pthread_mutex_lock(&pool->lock);
+    const akv_pooled *d = find(pool, id);
+    for (uint32_t i = 0; d != NULL && !d->away && i < d->num_segments; i++) {
+        akv_segment_info info;
+        akv_segment_info_init(&info);
+        akv_segment_get_info(d->segments[i], &info, NULL);
+        for (size_t k = 0; k < sizeof info.bytes / sizeof(uint64_t); k++)
+            (&out->bytes.total)[k] += (&info.bytes.total)[k];
+    }
+    if (d != NULL) {
+        out->bytes.total = d->bytes;
+        out->dense_bytes = d->dense_bytes;
+        out->spilled = d->away;
+    }
+    pthread_mutex_unlock(&pool->lock);
+    return d != NULL ? AKV_OK
+                     : akv_fail(diag, AKV_E_INVALID_ARGUMENT, "there is no document %llu in the pool",
+                                (unsigned long long)id);
 }

@@ -122,6 +122,7 @@ static void test_in_turn(setting *s, const char *name)
     say(s->host, s->rest[0], 0);
     for (int i = 0; i < CONVERSATIONS; i++) {
         CHECK(akv_llama_conversation_bytes(c[i]) > 0, "nothing set aside");
+        CHECK(akv_llama_conversation_segment_bytes(c[i]) > 0, "no segments of its own after %d tokens", REST);
         CHECK_OK(akv_llama_switch(s->host, c[i], diag));
         CHECK(akv_llama_next_position(s->host) == DOCUMENT + 37 * (i / 2) + (int32_t)chunk_start(ROUNDS), "position %d",
               akv_llama_next_position(s->host));

@@ -1,0 +1,33 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* http.h - one request as routes.c sees it. */
+#ifndef AKV_CLI_SERVE_HTTP_H
+#define AKV_CLI_SERVE_HTTP_H
+
+#include "serve.h"
+
+#include <microhttpd.h>
+
+/* From the first byte of a request to the last of its answer. */
+typedef struct serve_exchange {
+    serve_server *server;
+    struct MHD_Connection *connection;
+    const char *method, *path; /* valid in serve_route */
+    char owner[SERVE_OWNER_BYTES];
+    cli_buffer body;
+    uint64_t body_bytes; /* received, kept or not */
+    serve_error early;   /* known before the body is there */
+    serve_job *job;      /* while it is streamed */
+} serve_exchange;
+
+/* Answers, or makes the answer and begins to stream it. */
+enum MHD_Result serve_route(serve_exchange *x);
+/* Takes over the tree. */
+enum MHD_Result serve_send_json(serve_exchange *x, unsigned status, cJSON *root);
+enum MHD_Result serve_send_error(serve_exchange *x, const serve_error *error);
+enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void *text, size_t bytes, enum MHD_ResponseMemoryMode mode);
+/* The job's events as they come; takes over the job. */
+enum MHD_Result serve_send_stream(serve_exchange *x, serve_job *job);
+/* Waits until the job is over, or with `first` until it has something to say. False: the client is gone, the job is cancelled. */
+bool serve_wait(serve_exchange *x, serve_job *job, bool first);
+
+#endif

@@ -1,0 +1,506 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""`akv serve` as a client sees it: every error of the table, streams, documents, keys, limits, ends."""
+
+import argparse
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from harness import Harness  # noqa: E402
+
+JSON = {"Content-Type": "application/json"}
+PATIENCE = 240  # seconds; the machine may be busy
+
+
+class Server:
+    def __init__(self, h, model, *options):
+        self.h = h
+        self.process = subprocess.Popen([h.akv, "serve", "-m", model, "--port", "0", *options], stderr=subprocess.PIPE, text=True)
+        self.lines = []
+        self.port = None
+        for line in self.process.stderr:
+            self.lines.append(line)
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                self.port = int(found.group(1))
+                break
+        if self.port is None:
+            raise SystemExit("akv serve did not start:\n" + "".join(self.lines))
+        self.reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr), daemon=True)
+        self.reader.start()
+
+    def connect(self):
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+
+    def ask(self, method, path, body=None, headers=None, key=None):
+        """Status, decoded JSON (or text), headers."""
+        connection = self.connect()
+        headers = dict(JSON if headers is None else headers)
+        if key:
+            headers["Authorization"] = "Bearer " + key
+        if isinstance(body, (dict, list)):
+            body = json.dumps(body).encode()
+        connection.request(method, path, body=body, headers=headers)
+        answer = connection.getresponse()
+        data = answer.read()
+        connection.close()
+        try:
+            value = json.loads(data.decode("utf-8"))
+        except ValueError:
+            value = data.decode("utf-8", "replace")
+        return answer.status, value, answer.headers
+
+    def metric(self, name):
+        text = self.ask("GET", "/metrics")[1]
+        return float(re.search("^akv_" + re.escape(name) + r" (\S+)$", text, re.M).group(1))
+
+    def open_stream(self, path, body, key=None):
+        connection = self.connect()
+        headers = dict(JSON, **({"Authorization": "Bearer " + key} if key else {}))
+        connection.request("POST", path, body=json.dumps(dict(body, stream=True)).encode(), headers=headers)
+        return connection, connection.getresponse()
+
+    def stream(self, path, body, key=None, times=None):
+        """All events of a stream, checked one by one; text, finish, usage."""
+        connection, answer = self.open_stream(path, body, key)
+        text, finish, usage, done = "", None, None, False
+        self.h.check(answer.status == 200 and answer.headers["Content-Type"].startswith("text/event-stream"), f"stream: {answer.status}")
+        for line in answer:
+            line = line.decode("utf-8")  # strict: a split character would end the test here
+            if line == "\n":
+                continue
+            self.h.check(line.startswith("data: "), f"a line of a stream: {line!r}")
+            if line.strip() == "data: [DONE]":
+                done = True
+                continue
+            event = json.loads(line[6:])
+            if times is not None:
+                times.append(time.monotonic())
+            if event.get("usage"):
+                usage = event["usage"]
+            for choice in event["choices"]:
+                text += choice["delta"].get("content", "") if "delta" in choice else choice["text"]
+                finish = choice["finish_reason"] or finish
+        self.h.check(done, "the stream has no [DONE]")
+        connection.close()
+        return text, finish, usage
+
+    def upload(self, text, key=None, **more):
+        status, d, _ = self.ask("POST", "/v1/documents", dict({"text": text, "name": "a text"}, **more), key=key)
+        self.h.check(status == 202 and d["id"].startswith("doc-"), f"upload: {status} {d}")
+        return d["id"]
+
+    def wait_ready(self, document, key=None, state="ready"):
+        seen, end = [], time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            d = self.ask("GET", "/v1/documents/" + document, key=key)[1]
+            if not seen or (d["status"], d["progress"]) != seen[-1]:
+                seen.append((d["status"], d["progress"]))
+            if d["status"] in ("ready", "failed"):
+                break
+            time.sleep(0.05)
+        self.h.check(d["status"] == state, f"the document became {d}")
+        self.h.check(all(a[1] <= b[1] for a, b in zip(seen, seen[1:])), f"progress goes back: {seen}")
+        return d
+
+    def wait_idle(self):
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end and (self.metric("slots_busy") > 0 or self.metric("queue_length") > 0):
+            time.sleep(0.05)
+        self.h.check(self.metric("slots_busy") == 0, "a slot stays busy")
+
+    def end(self, code=0):
+        self.process.send_signal(signal.SIGTERM)
+        self.h.check(self.process.wait(PATIENCE) == code, f"exit code {self.process.returncode}:\n" + "".join(self.lines))
+        self.reader.join(5)
+
+
+def chat(text, **more):
+    return dict({"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24}, **more)
+
+
+# ---------------------------------------------------------------------------------------------------------- error table
+
+
+def test_errors(h, s):
+    good = chat("Hello")
+    chat_path, text_path, documents = "/v1/chat/completions", "/v1/completions", "/v1/documents"
+    deep = b'{"messages":' + b"[" * 200 + b"]" * 200 + b"}"
+    table = [
+        # method, path, body, status, code
+        ("GET", "/nothing", None, 404, "not_found"),
+        ("GET", "/../etc/passwd", None, 404, "not_found"),
+        ("GET", "/v1/documents/..%2f..%2fetc%2fpasswd", None, 404, "document_not_found"),
+        ("GET", "/v1/documents/../../etc/passwd", None, 404, "document_not_found"),
+        ("GET", "/v1/documents/", None, 404, "document_not_found"),
+        ("DELETE", "/v1/documents/doc-000000000000000000000000", None, 404, "document_not_found"),
+        ("DELETE", documents, None, 405, "method_not_allowed"),
+        ("PUT", chat_path, good, 405, "method_not_allowed"),
+        ("GET", chat_path, None, 405, "method_not_allowed"),
+        ("POST", "/health", good, 405, "method_not_allowed"),
+        ("GET", "/v1/models/other", None, 404, "model_not_found"),
+        ("POST", chat_path, b"", 400, "invalid_json"),
+        ("POST", chat_path, b"{", 400, "invalid_json"),
+        ("POST", chat_path, b"nonsense", 400, "invalid_json"),
+        ("POST", chat_path, b"[]", 400, "invalid_json"),
+        ("POST", chat_path, b'"text"', 400, "invalid_json"),
+        ("POST", chat_path, json.dumps(good).encode() + b" x", 400, "invalid_json"),
+        ("POST", chat_path, json.dumps(good).encode() + b"\0", 400, "invalid_json"),
+        ("POST", chat_path, b'{"messages":[{"role":"user","content":"\xff\xfe"}]}', 400, "invalid_utf8"),
+        ("POST", chat_path, b'{"messages":[{"role":"user","content":"\xed\xa0\x80"}]}', 400, "invalid_utf8"),
+        ("POST", chat_path, b'{"messages":[{"role":"user","content":"a\\u0000b"}]}', 400, "invalid_json"),
+        ("POST", chat_path, b'{"messages":[{"role":"user","content":"\\ud800"}]}', 400, "invalid_json"),
+        ("POST", chat_path, deep, 400, "invalid_json"),
+        ("POST", chat_path, b'{"a":[' + b"1," * 60000 + b"1]}", 400, "invalid_json"),
+        ("POST", chat_path, {}, 400, "missing"),
+        ("POST", chat_path, {"messages": "Hello"}, 400, "invalid_type"),
+        ("POST", chat_path, {"messages": []}, 400, "invalid_type"),
+        ("POST", chat_path, {"messages": ["Hello"]}, 400, "invalid_value"),
+        ("POST", chat_path, {"messages": [{"role": "user"}]}, 400, "invalid_type"),
+        ("POST", chat_path, {"messages": [{"role": "user", "content": 5}]}, 400, "invalid_type"),
+        ("POST", chat_path, {"messages": [{"role": "user", "content": ""}]}, 400, "invalid_value"),
+        ("POST", chat_path, {"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_value"),
+        ("POST", chat_path, {"messages": [{"role": "assistant", "content": "x"}]}, 400, "unsupported"),
+        ("POST", chat_path, {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}, 400, "invalid_value"),
+        ("POST", chat_path, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "invalid_value"),
+        ("POST", chat_path, dict(good, temperature="hot"), 400, "invalid_type"),
+        ("POST", chat_path, dict(good, temperature=-1), 400, "invalid_value"),
+        ("POST", chat_path, json.dumps(good).replace('"temperature": 0', '"temperature": 1e999').encode(), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, top_p=0), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, max_tokens=0), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, max_tokens=1.5), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, max_tokens=100000), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, seed="x"), 400, "invalid_type"),
+        ("POST", chat_path, dict(good, stop=5), 400, "invalid_type"),
+        ("POST", chat_path, dict(good, stop=[""]), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, stop=["a"] * 17), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, stream="yes"), 400, "invalid_type"),
+        ("POST", chat_path, dict(good, stream_options={"include_usage": True}), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, top_logprobs=2), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, logprobs=True, top_logprobs=21), 400, "invalid_value"),
+        ("POST", chat_path, dict(good, n=2), 400, "unsupported"),
+        ("POST", chat_path, dict(good, tools=[{"type": "function"}]), 400, "unsupported"),
+        ("POST", chat_path, dict(good, presence_penalty=1), 400, "unsupported"),
+        ("POST", chat_path, dict(good, response_format={"type": "json_object"}), 400, "unsupported"),
+        ("POST", chat_path, dict(good, model="another"), 404, "model_not_found"),
+        ("POST", chat_path, dict(good, document=5), 400, "invalid_type"),
+        ("POST", chat_path, dict(good, document="doc-ffffffffffffffffffffffff"), 404, "document_not_found"),
+        ("POST", chat_path, dict(good, document="../../etc/passwd"), 404, "document_not_found"),
+        ("POST", chat_path, chat("word " * 9000), 400, "context_length_exceeded"),
+        ("POST", text_path, {}, 400, "missing"),
+        ("POST", text_path, {"prompt": ""}, 400, "invalid_type"),
+        ("POST", text_path, {"prompt": [1, 2]}, 400, "invalid_type"),
+        ("POST", text_path, {"prompt": "x", "echo": True}, 400, "unsupported"),
+        ("POST", text_path, {"prompt": "x", "logprobs": True}, 400, "invalid_type"),
+        ("POST", documents, {"name": "x"}, 400, "missing"),
+        ("POST", documents, {"text": ""}, 400, "invalid_value"),
+        ("POST", documents, {"text": 5}, 400, "invalid_type"),
+        ("POST", documents, {"text": "x", "ratio": 0.5}, 400, "invalid_value"),
+        ("POST", documents, {"text": "x", "ratio": "10"}, 400, "invalid_type"),
+        ("POST", documents, {"text": "x", "name": 5}, 400, "invalid_type"),
+        ("POST", documents, {"text": "x", "name": "a\nb"}, 400, "invalid_value"),
+        ("POST", documents, {"text": "x", "name": "n" * 300}, 400, "invalid_value"),
+        ("POST", documents, {"text": "word " * 9000}, 413, "document_too_long"),
+        ("POST", documents, {"text": "x" * 300000}, 413, "body_too_large"),
+    ]
+    for method, path, body, status, code in table:
+        got, value, _ = s.ask(method, path, body)
+        error = value.get("error", {}) if isinstance(value, dict) else {}
+        h.check(got == status and error.get("code") == code, f"{method} {path} {str(body)[:90]}: {got} {str(value)[:200]}, not {status} {code}")
+        h.check(set(error) == {"message", "type", "param", "code"} and error["message"], f"{path}: the form of an error: {value}")
+    h.check(s.ask("POST", chat_path, good, headers={"Content-Type": "text/plain"})[0] == 400, "text/plain is taken for JSON")
+    h.check(s.ask("GET", "/v1/models", headers={"Host": "evil.example"})[0] == 403, "another host's name gets through")
+    h.check(s.ask("GET", "/v1/models", headers={"Host": "localhost:99"})[0] == 200, "localhost does not get through")
+    raw_requests(h, s)
+
+
+def raw(s, data, wait=True):
+    with socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE) as c:
+        c.sendall(data)
+        return c.recv(65536) if wait else b""
+
+
+def raw_requests(h, s):
+    """What no HTTP library sends. The server must stay alive; what it answers is libmicrohttpd's business."""
+    raw(s, b"\x16\x03\x01\x02\x00\x01\x00\x01", wait=False)
+    raw(s, b"GET / HTTP/1.1\r\n", wait=False)
+    raw(s, b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{", wait=False)
+    raw(s, b"GET /" + b"a" * 60000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    answer = raw(s, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999\r\n\r\n")
+    h.check(b" 413 " in answer, f"a body announced too large: {answer[:80]}")
+    body = b"".join(b"1000\r\n" + b"x" * 4096 + b"\r\n" for _ in range(60)) + b"0\r\n\r\n"
+    answer = raw(s, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n" + body)
+    h.check(b" 413 " in answer, f"a body too large in chunks: {answer[:80]}")
+    h.check(s.ask("GET", "/health")[1] == {"status": "ok"}, "not alive after raw requests")
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def test_answers(h, s):
+    status, models, _ = s.ask("GET", "/v1/models")
+    h.check(status == 200 and len(models["data"]) == 1 and models["data"][0]["object"] == "model", f"models: {models}")
+    name = models["data"][0]["id"]
+    h.check(s.ask("GET", "/v1/models/" + name)[1]["id"] == name, "the model by its name")
+    status, page, headers = s.ask("GET", "/")
+    h.check(status == 200 and "<html" in page and headers["Content-Type"].startswith("text/html"), "the page")
+    h.check(s.ask("HEAD", "/")[0] == 200, "HEAD")
+
+    question = chat("What is the capital of France?", model=name, max_tokens=40)
+    status, a, _ = s.ask("POST", "/v1/chat/completions", question)
+    text = a["choices"][0]["message"]["content"]
+    h.check(status == 200 and "Paris" in text and a["choices"][0]["finish_reason"] == "stop", f"an answer: {a}")
+    u = a["usage"]
+    h.check(u["total_tokens"] == u["prompt_tokens"] + u["completion_tokens"] and u["completion_tokens"] > 3, f"usage: {u}")
+    streamed = s.stream("/v1/chat/completions", dict(question, stream_options={"include_usage": True}))
+    h.check(streamed == (text, "stop", u), f"streamed {streamed}, not {(text, 'stop', u)}")
+
+    # a system message and earlier turns change the prompt; parts are joined
+    parts = {"messages": [{"role": "system", "content": "You answer in one word."}, {"role": "user", "content": [{"type": "text", "text": "Say "},
+             {"type": "text", "text": "yes."}]}, {"role": "assistant", "content": "Yes."}, {"role": "user", "content": "Again."}],
+             "temperature": 0, "max_tokens": 3}
+    status, b, _ = s.ask("POST", "/v1/chat/completions", parts)
+    h.check(status == 200 and b["usage"]["prompt_tokens"] > 30 and b["choices"][0]["finish_reason"] in ("length", "stop"), f"turns: {b}")
+
+    # the same seed says the same, and not always what temperature 0 says
+    warm = {"prompt": "Once upon a time", "temperature": 1.5, "top_p": 0.9, "seed": 11, "max_tokens": 16}
+    texts = [s.ask("POST", "/v1/completions", dict(warm, seed=n))[1]["choices"][0]["text"] for n in (11, 11, 12)]
+    h.check(texts[0] == texts[1] and texts[0] != texts[2], f"seeds: {texts}")
+    narrow = s.ask("POST", "/v1/completions", dict(warm, top_p=1e-6))[1]["choices"][0]["text"]
+    greedy = s.ask("POST", "/v1/completions", dict(warm, temperature=0))[1]["choices"][0]["text"]
+    h.check(narrow == greedy, f"top_p near 0 is not the likeliest: {narrow!r}, {greedy!r}")
+
+    # stop strings, also across tokens, streamed and not
+    words = greedy.split(" ")
+    stop = (words[3] + " " + words[4])[:-1]
+    wanted = greedy[: greedy.index(stop)]
+    stopped = s.ask("POST", "/v1/completions", dict(warm, temperature=0, stop=["\x01", stop]))[1]["choices"][0]
+    h.check(stopped["text"] == wanted and stopped["finish_reason"] == "stop", f"stop {stop!r}: {stopped}")
+    h.check(s.stream("/v1/completions", dict(warm, temperature=0, stop=stop))[:2] == (wanted, "stop"), "stop in a stream")
+
+    logprobs(h, s)
+
+    # characters of several tokens: each event is UTF-8 by itself (checked in stream), nothing is lost
+    emoji = {"prompt": "😀🎉🦄 😀🎉🦄 😀🎉🦄 😀🎉", "temperature": 0, "max_tokens": 24}
+    text = s.ask("POST", "/v1/completions", emoji)[1]["choices"][0]["text"]
+    h.check(any(ord(c) > 0xffff for c in text), f"the model says no character of four bytes: {text!r}")
+    streamed = s.stream("/v1/completions", emoji)[0]
+    h.check(streamed == text, f"streamed {streamed!r}, not {text!r}")
+    h.check("\ufffd" not in text[:-1], f"a character was cut: {text!r}")
+
+
+def logprobs(h, s):
+    import math
+    a = s.ask("POST", "/v1/chat/completions", chat("Hi", logprobs=True, top_logprobs=5, max_tokens=4))[1]["choices"][0]
+    content = a["logprobs"]["content"]
+    h.check(len(content) == 4 and "".join(bytes(c["bytes"]).decode() for c in content) == a["message"]["content"], f"logprobs: {a}")
+    for c in content:
+        top = [t["logprob"] for t in c["top_logprobs"]]
+        h.check(len(top) == 5 and top == sorted(top, reverse=True) and abs(top[0] - c["logprob"]) < 1e-9, f"top: {c}")
+        h.check(0.0 < sum(math.exp(t) for t in top) <= 1.0 + 1e-9, "probabilities beyond 1")
+    b = s.ask("POST", "/v1/completions", {"prompt": "The sky is", "logprobs": 2, "max_tokens": 3, "temperature": 0})[1]["choices"][0]["logprobs"]
+    h.check(len(b["tokens"]) == len(b["token_logprobs"]) == len(b["top_logprobs"]) == 3, f"logprobs of a completion: {b}")
+
+
+# ------------------------------------------------------------------------------------------------------------ documents
+
+
+def test_documents(h, s, text):
+    d = s.upload(text, ratio=4, name="../../etc/passwd")
+    status, e, _ = s.ask("POST", "/v1/chat/completions", chat("What is this?", document=d))
+    h.check(status == 409 and e["error"]["code"] == "document_not_ready", f"not ready: {status} {e}")
+    short = s.upload("Too short to be made ten times smaller. " * 8, ratio=10)
+    info = s.wait_ready(d)
+    h.check(info["name"] == "../../etc/passwd" and info["tokens"] == info["tokens_read"] > 300, f"ready: {info}")
+    h.check(3.9 < info["ratio"] < 4.6 and abs(info["dense_bytes"] / info["bytes"] - info["ratio"]) < 1e-6, f"ratio: {info}")
+    failed = s.wait_ready(short, state="failed")
+    h.check(failed["error"], f"no reason: {failed}")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=short))[1]["error"]["code"] == "document_failed", "failed, asked")
+    listed = s.ask("GET", "/v1/documents")[1]
+    h.check(listed["object"] == "list" and [x["id"] for x in listed["data"]] == [short, d], f"list: {listed}")
+    h.check(s.ask("DELETE", "/v1/documents/" + short)[1] == {"id": short, "object": "document", "deleted": True}, "delete")
+
+    # two conversations at once say what each says alone, and do not wait for each other
+    asks = [chat("What kind of text is this?", document=d, max_tokens=60), chat("Who may copy it?", document=d, max_tokens=60)]
+    alone = [s.ask("POST", "/v1/chat/completions", a)[1] for a in asks]
+    h.check(all(a["usage"]["prompt_tokens_details"]["cached_tokens"] == info["tokens"] for a in alone), "the document's tokens are not counted")
+    together, times, threads = [None, None], [[], []], []
+    for i in range(2):
+        def one(i=i):
+            together[i] = s.stream("/v1/chat/completions", asks[i], times=times[i])
+        threads.append(threading.Thread(target=one))
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    for i in range(2):
+        h.check(together[i][0] == alone[i]["choices"][0]["message"]["content"], f"together {together[i]}, alone {alone[i]}")
+    h.check(max(t[0] for t in times) < min(t[-1] for t in times), "one waited for the other's end")
+    with_text = s.ask("POST", "/v1/completions", {"prompt": "\nSummary:", "document": d, "temperature": 0, "max_tokens": 4})
+    h.check(with_text[0] == 200 and with_text[1]["usage"]["prompt_tokens"] > info["tokens"], "a completion behind a document")
+    return d, alone[0]["choices"][0]["message"]["content"], asks[0]
+
+
+def test_deleted_in_use(h, s, d, ask):
+    long_ask = dict(ask, max_tokens=150, stop=None)
+    expected = s.stream("/v1/chat/completions", long_ask)[0]
+    connection, answer = s.open_stream("/v1/chat/completions", long_ask)
+    first = answer.readline()
+    h.check(s.ask("DELETE", "/v1/documents/" + d)[0] == 200, "delete while in use")
+    h.check(s.ask("POST", "/v1/chat/completions", ask)[0] == 404, "asked after it was deleted")
+    rest = (first + answer.read()).decode()
+    text = "".join(c["delta"].get("content", "") for line in rest.splitlines() if line.startswith("data: {")
+                   for c in json.loads(line[6:])["choices"])
+    h.check(text == expected and rest.endswith("data: [DONE]\n\n"), "the running answer changed when its document was deleted")
+    connection.close()
+
+
+def test_limits(h, s):
+    """2 slots, 1 may wait: the fourth is told to come back. Clients that go away leave their slots."""
+    endless = {"prompt": "1 2 3 4 5", "temperature": 0, "max_tokens": 3000, "logprobs": 0}
+    open_ones = []
+    for _ in range(2):
+        connection, answer = s.open_stream("/v1/completions", endless)
+        answer.readline()
+        open_ones.append((connection, answer))
+    h.check(s.metric("slots_busy") == 2, "two streams, other slots")
+    waiting = socket.create_connection(("127.0.0.1", s.port))
+    body = json.dumps(endless).encode()
+    waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+    end = time.monotonic() + PATIENCE
+    while s.metric("queue_length") < 1 and time.monotonic() < end:
+        time.sleep(0.02)
+    status, e, headers = s.ask("POST", "/v1/completions", endless)
+    h.check(status == 429 and e["error"]["code"] == "queue_full" and headers["Retry-After"], f"a full queue: {status} {e}")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x", stream=True))[0] == 429, "a full queue, streamed")
+    before = s.metric("generated_tokens_total")
+    waiting.close()
+    for connection, answer in open_ones:
+        answer.close()
+        connection.close()
+    s.wait_idle()
+    h.check(s.metric("generated_tokens_total") - before < 2500, "answers went on after their clients were gone")
+    h.check(s.metric("kv_bytes{kind=\"waiting\"}") == 0, "cells of conversations are left")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("Hello"))[0] == 200, "no answer after clients went away")
+
+
+# ----------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_drain(h, s, ask):
+    connection, answer = s.open_stream("/v1/chat/completions", dict(ask, max_tokens=100))
+    first = answer.readline()
+    s.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    try:
+        status = s.ask("POST", "/v1/chat/completions", chat("x"))[0]
+        h.check(status == 503, f"a new request while the server ends: {status}")
+    except (ConnectionError, http.client.HTTPException):
+        pass
+    rest = (first + answer.read()).decode()
+    h.check(rest.endswith("data: [DONE]\n\n"), "an answer was cut when the server ended")
+    connection.close()
+    h.check(s.process.wait(PATIENCE) == 0, f"exit code {s.process.returncode}")
+
+
+def test_restart_and_keys(h, model, folder, keys, text):
+    """The folder's document belongs to nobody with a key; keys see their own; a budget makes smaller, spills, fetches."""
+    s = Server(h, model, "--documents", folder, "--api-key-file", keys, "--budget", "1200K", "--slots", "1")
+    h.check(s.ask("GET", "/health")[0] == 200 and s.ask("GET", "/")[0] == 200, "health and page need no key")
+    for key in (None, "wrong", "key-on", "key-one ", "key-onf"):
+        status, e, headers = s.ask("GET", "/v1/documents", key=key)
+        h.check(status == 401 and e["error"]["code"] == "invalid_api_key" and headers["WWW-Authenticate"] == "Bearer",
+                f"key {key}: {status} {e}") if key != "key-one " else None
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x"))[0] == 401, "an answer without a key")
+    h.check(s.ask("GET", "/v1/documents", key="key-one")[1]["data"] == [], "another's document is listed")
+    h.check(s.ask("GET", "/v1/models", key="key-two")[0] == 200, "the second key")
+
+    mine = s.upload(text, key="key-one", ratio=4)
+    first = s.wait_ready(mine, key="key-one")
+    for method, path in (("GET", "/v1/documents/" + mine), ("DELETE", "/v1/documents/" + mine)):
+        h.check(s.ask(method, path, key="key-two")[0] == 404, f"{method} of another's document")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=mine), key="key-two")[0] == 404, "another's document is asked")
+    h.check(s.ask("GET", "/v1/documents", key="key-two")[1]["data"] == [], "another's document is listed")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=mine, max_tokens=2), key="key-one")[0] == 200, "own document")
+    # two documents in memory for one: the older one gives way and comes back
+    h.check(s.metric("retargets_total") + s.metric("spills_total") > 0, f"nothing gave way for {first}")
+    h.check(s.metric("kv_bytes{kind=\"documents\"}") <= 1200 * 1024, "more than the budget")
+    s.end()
+    return mine
+
+
+def test_folder(h, model, folder, old, answer, ask, keys, mine):
+    h.check(sorted(n for n in os.listdir(folder) if n.startswith("doc-")) == sorted([old + ".akv", mine + ".akv"]), f"{os.listdir(folder)}")
+    h.check(not [n for n in os.listdir(folder) if not n.startswith("doc-")], f"left behind: {os.listdir(folder)}")
+    with open(os.path.join(folder, "doc-" + "0" * 24 + ".akv"), "wb") as f:
+        f.write(b"no document")
+    s = Server(h, model, "--documents", folder, "--slots", "1", "--timeout", "1")
+    listed = s.ask("GET", "/v1/documents")[1]["data"]
+    h.check([d["id"] for d in listed] == [old] and listed[0]["status"] == "ready", f"after a restart: {listed}")
+    h.check(any("left alone" in line for line in s.lines), "a damaged file in the folder is not mentioned")
+    again = s.ask("POST", "/v1/chat/completions", dict(ask, max_tokens=8))
+    h.check(again[0] == 503 or answer.startswith(again[1]["choices"][0]["message"]["content"]), f"after a restart: {again}")
+    late = s.ask("POST", "/v1/completions", {"prompt": "1 2 3", "temperature": 0, "max_tokens": 2000, "logprobs": 0})
+    h.check(late[0] == 503 and late[1]["error"]["code"] == "timeout", f"an answer beyond --timeout: {str(late)[:200]}")
+    h.check(s.ask("DELETE", "/v1/documents/" + old)[0] == 200 and not os.path.exists(os.path.join(folder, old + ".akv")), "delete leaves the file")
+    s.end()
+
+
+def test_command(h, model, folder):
+    h.run("serve", code=1, err="which model")
+    h.run("serve", "--help", out="--api-key-file")
+    h.run("serve", "-m", model, "--port", "70000", code=1, err="--port")
+    h.run("serve", "-m", model, "x", code=1, err="no argument belongs")
+    h.run("serve", "-m", os.path.join(folder, "no.gguf"), code=6, err="no.gguf")
+    h.run("serve", "-m", model, "--api-key", "a b", code=1, err="visible ASCII")
+    empty = os.path.join(folder, "empty-keys")
+    with open(empty, "w", encoding="utf-8") as f:
+        f.write("# none\n")
+    h.run("serve", "-m", model, "--api-key-file", empty, code=1, err="no key")
+    h.run("serve", "-m", model, "--port", "0", "--host", "no.such.host.invalid", code=6, err="no.such.host")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        h.run("serve", "-m", model, "--port", str(taken.getsockname()[1]), code=6, err="cannot listen")
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--akv", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--text", required=True)
+    options = parser.parse_args()
+    h = Harness(options.akv)
+    with open(options.text, encoding="utf-8") as f:
+        text = f.read()[:2600]
+    with tempfile.TemporaryDirectory() as folder:
+        documents, keys = os.path.join(folder, "documents"), os.path.join(folder, "keys")
+        with open(keys, "w", encoding="utf-8") as f:
+            f.write("# two\nkey-one\r\n\nkey-two\n")
+        test_command(h, options.model, folder)
+        s = Server(h, options.model, "--documents", documents, "--slots", "2", "--queue", "1", "--max-body", "200K")
+        test_errors(h, s)
+        test_answers(h, s)
+        d, answer, ask = test_documents(h, s, text)
+        test_limits(h, s)
+        copy = s.upload(text, ratio=4)
+        s.wait_ready(copy)
+        test_deleted_in_use(h, s, copy, dict(ask, document=copy))
+        test_drain(h, s, ask)
+        mine = test_restart_and_keys(h, options.model, documents, keys, text)
+        test_folder(h, options.model, documents, d, answer, ask, keys, mine)
+    return h.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
