@@ -3,9 +3,9 @@
 #include "cli.h"
 
 #ifdef AKV_HAVE_LLAMA
-#define MISSING "libmicrohttpd"
+#    define MISSING "libmicrohttpd"
 #else
-#define MISSING "libllama"
+#    define MISSING "libllama"
 #endif
 
 static int run(int argc, char **argv)

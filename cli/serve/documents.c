@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* documents.c - what was uploaded, by key; one thread reads and compresses it in the order of arrival; akv_pool holds the bytes. */
+/*
+ * documents.c - what was uploaded, by key; one thread reads and compresses it in the order of arrival; akv_pool holds
+ * the bytes.
+ */
 #include "serve.h"
 
 #include <stdio.h>
@@ -359,7 +362,8 @@ bool serve_documents_add(serve_documents *s, const char *owner, const char *name
     return ok;
 }
 
-bool serve_documents_find(serve_documents *s, const char *owner, const char *id, serve_document **out, serve_error *error)
+bool serve_documents_find(serve_documents *s, const char *owner, const char *id, serve_document **out,
+                          serve_error *error)
 {
     pthread_mutex_lock(&s->lock);
     serve_document *d = s->first;
@@ -406,9 +410,10 @@ bool serve_document_ready(serve_documents *s, serve_document *d, serve_error *er
     if (state == SERVE_READY)
         return true;
     if (state == SERVE_FAILED)
-        return serve_fail(error, 409, "document_failed", "document", "document %s could not be made: %.400s", d->id, d->error);
-    return serve_fail(error, 409, "document_not_ready", "document", "document %s is %s; ask again when it is ready", d->id,
-                      serve_state_names[state]);
+        return serve_fail(error, 409, "document_failed", "document", "document %s could not be made: %.400s", d->id,
+                          d->error);
+    return serve_fail(error, 409, "document_not_ready", "document", "document %s is %s; ask again when it is ready",
+                      d->id, serve_state_names[state]);
 }
 
 bool serve_document_store(serve_documents *s, serve_document *d, akv_llama_store **out, serve_error *error)
@@ -457,7 +462,8 @@ cJSON *serve_document_json(serve_documents *s, serve_document *d)
     cJSON_AddNumberToObject(root, "progress", progress);
     cJSON_AddNumberToObject(root, "dense_bytes", (double)now.dense_bytes);
     cJSON_AddNumberToObject(root, "bytes", (double)now.bytes.total);
-    cJSON_AddNumberToObject(root, "ratio", known && now.bytes.total > 0 ? (double)now.dense_bytes / (double)now.bytes.total : 0.0);
+    cJSON_AddNumberToObject(root, "ratio",
+                            known && now.bytes.total > 0 ? (double)now.dense_bytes / (double)now.bytes.total : 0.0);
     cJSON_AddBoolToObject(root, "on_disk", now.spilled != 0);
     if (state == SERVE_FAILED)
         cJSON_AddItemToObject(root, "error", serve_json_lossy(d->error, strlen(d->error)));

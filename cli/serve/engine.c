@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * engine.c - one thread that computes all answers: those in slots take turns of a few tokens, in one context of libllama
- * (akv_llama_switch); the others wait in a queue of bounded length.
+ * engine.c - one thread that computes all answers: those in slots take turns of a few tokens, in one context of
+ * libllama (akv_llama_switch); the others wait in a queue of bounded length.
  */
 #include "serve.h"
 
@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* How long a conversation goes on before another may: long enough that switching does not show, short enough to seem at once. */
+/* How long one goes on before another may: long enough that switching does not show, short enough to seem at once. */
 #define TURN_SECONDS 0.05
 /* Of the one context: what libllama makes of less. Longer conversations move into segments. */
 enum { CELLS = 256 };
@@ -20,7 +20,7 @@ struct serve_engine {
     serve_documents *documents;
     serve_generator generator;
     akv_llama *opener;
-    serve_job **slots; /* [options->slots]; the engine thread's, pointers read under the lock */
+    serve_job **slots;  /* [options->slots]; the engine thread's, pointers read under the lock */
     serve_job *running; /* in serve_generate now */
     pthread_t thread;
     bool has_thread;
@@ -59,9 +59,12 @@ static void take_from_queue(serve_engine *e)
 static void count(serve_engine *e)
 {
     const serve_generator *g = &e->generator;
-    serve_engine_stats s = {.prompt_tokens = g->prompt_tokens, .generated_tokens = g->generated_tokens,
-                            .prompt_seconds = g->prompt_seconds, .generate_seconds = g->generate_seconds,
-                            .requests_done = e->stats.requests_done, .cell_bytes = e->stats.cell_bytes};
+    serve_engine_stats s = {.prompt_tokens = g->prompt_tokens,
+                            .generated_tokens = g->generated_tokens,
+                            .prompt_seconds = g->prompt_seconds,
+                            .generate_seconds = g->generate_seconds,
+                            .requests_done = e->stats.requests_done,
+                            .cell_bytes = e->stats.cell_bytes};
     akv_llama_memory m;
     akv_llama_memory_init(&m);
     uint64_t token_bytes = 0;
@@ -73,7 +76,8 @@ static void count(serve_engine *e)
         const serve_job *job = e->slots[i];
         if (job == NULL || job->conversation == NULL)
             continue;
-        const uint64_t tokens = job->prompt_done + job->generated + (job->document != NULL ? job->document->num_tokens : 0);
+        const uint64_t tokens =
+            job->prompt_done + job->generated + (job->document != NULL ? job->document->num_tokens : 0);
         s.waiting_bytes += akv_llama_conversation_bytes(job->conversation);
         s.segment_bytes += akv_llama_conversation_segment_bytes(job->conversation);
         s.dense_bytes += tokens * token_bytes;
@@ -122,8 +126,8 @@ static void *run(void *opaque)
     return NULL;
 }
 
-int serve_engine_create(const serve_options *options, akv_llama *host, const akv_executor *executor, serve_documents *documents,
-                        serve_turn *turn, serve_engine **out)
+int serve_engine_create(const serve_options *options, akv_llama *host, const akv_executor *executor,
+                        serve_documents *documents, serve_turn *turn, serve_engine **out)
 {
     akv_diag diag = {AKV_OK, ""};
     akv_llama_options o;
@@ -172,7 +176,8 @@ bool serve_engine_submit(serve_engine *e, serve_job *job, serve_error *error)
     if (e->refusing)
         ok = serve_fail(error, 503, "ending", NULL, "the server is ending");
     else if (e->busy + e->queued >= e->options->slots + e->options->queue)
-        ok = serve_fail(error, 429, "queue_full", NULL, "%llu answers are being made and %llu requests wait; try again later",
+        ok = serve_fail(error, 429, "queue_full", NULL,
+                        "%llu answers are being made and %llu requests wait; try again later",
                         (unsigned long long)e->busy, (unsigned long long)e->queued);
     if (ok) {
         atomic_fetch_add(&job->references, 1);

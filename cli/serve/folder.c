@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * folder.c - documents in a folder: ID.akv for each that is ready, read again at the next start, and spill-N-I.bin for segments that had
- * to leave memory, of this run only. No name has anything of a request in it.
+ * folder.c - documents in a folder: ID.akv for each that is ready, read again at the next start, and spill-N-I.bin for
+ * segments that had to leave memory, of this run only. No name has anything of a request in it.
  */
 #include "serve.h"
 
@@ -40,8 +40,8 @@ int serve_folder_open(const char *folder)
         unsigned long long id;
         unsigned index;
         int end = 0;
-        if (sscanf(entry->d_name, "spill-%llu-%u.bin%n", &id, &index, &end) == 2 && end > 0 && entry->d_name[end] == '\0' &&
-            path_of(path, sizeof path, folder, entry->d_name))
+        if (sscanf(entry->d_name, "spill-%llu-%u.bin%n", &id, &index, &end) == 2 && end > 0 &&
+            entry->d_name[end] == '\0' && path_of(path, sizeof path, folder, entry->d_name))
             unlink(path);
     }
     closedir(dir);
@@ -52,15 +52,19 @@ int serve_folder_open(const char *folder)
 
 bool serve_folder_save(const char *folder, const serve_document *d, const akv_llama_store *store)
 {
-    char name[64], path[4096], created[24];
+    char name[64], path[4096], created[24], keep[32];
     uint64_t bytes = 0;
     if (folder == NULL)
         return false;
     snprintf(name, sizeof name, "%s.akv", d->id);
     snprintf(created, sizeof created, "%lld", (long long)d->created);
-    const akv_document_property list[] = {{"form", "chat"},       {"name", d->name},   {"owner", d->owner},
-                                          {"created", created},   {"creator", "akv"},  {"creator_version", akv_version()}};
-    if (path_of(path, sizeof path, folder, name) && cli_store_write(store, list, sizeof list / sizeof list[0], path, &bytes) == CLI_OK)
+    snprintf(keep, sizeof keep, "%.9g", d->keep_ratio);
+    const akv_document_property list[] = {
+        {"method", "akv"},    {"profile", "default"}, {"keep_ratio", keep},
+        {"form", "chat"},     {"name", d->name},      {"owner", d->owner},
+        {"created", created}, {"creator", "akv"},     {"creator_version", akv_version()}};
+    if (path_of(path, sizeof path, folder, name) &&
+        cli_store_write(store, list, sizeof list / sizeof list[0], path, &bytes) == CLI_OK)
         return true;
     cli_warn("%s could not be written to the folder; it lives in memory only", d->id);
     return false;
@@ -116,7 +120,8 @@ static akv_status open_all(opened *o, const akv_llama *host, akv_document_parts 
 static serve_document *make_document(const akv_document *file, const akv_document_parts *parts)
 {
     serve_document *d = calloc(1, sizeof *d);
-    const char *name = akv_document_property_value(file, "name", 0), *owner = akv_document_property_value(file, "owner", 0),
+    const char *name = akv_document_property_value(file, "name", 0),
+               *owner = akv_document_property_value(file, "owner", 0),
                *created = akv_document_property_value(file, "created", 0);
     akv_llama_layer *layers = malloc(parts->num_layers * sizeof *layers);
     void *state = parts->native_state_bytes > 0 ? malloc((size_t)parts->native_state_bytes) : NULL;
@@ -124,7 +129,8 @@ static serve_document *make_document(const akv_document *file, const akv_documen
         d->name = strdup(name != NULL ? name : "untitled");
         d->tokens = malloc((size_t)parts->num_tokens * sizeof *d->tokens);
     }
-    if (d == NULL || layers == NULL || d->name == NULL || d->tokens == NULL || (parts->native_state_bytes > 0 && state == NULL)) {
+    if (d == NULL || layers == NULL || d->name == NULL || d->tokens == NULL ||
+        (parts->native_state_bytes > 0 && state == NULL)) {
         if (d != NULL) {
             free(d->name);
             free(d->tokens);
@@ -199,7 +205,7 @@ int serve_folder_load(const char *folder, const akv_llama *host, serve_folder_fn
     return CLI_OK;
 }
 
-/* ----------------------------------------------------------------------------------------------------------- spilled */
+/* ---------------------------------------------------------------------------------------------------------- spilled */
 
 static bool spill_path(char *path, size_t capacity, const char *folder, uint64_t id, uint32_t index)
 {

@@ -103,7 +103,8 @@ static int by_probability(const void *a, const void *b)
 }
 
 /* Nucleus sampling: the likeliest tokens that together have top_p. scratch [2 * n]: pairs of probability and index. */
-static int64_t sample_top_p(double *scratch, const float *logits, uint32_t n, double temperature, double top_p, uint64_t *state)
+static int64_t sample_top_p(double *scratch, const float *logits, uint32_t n, double temperature, double top_p,
+                            uint64_t *state)
 {
     double top = -INFINITY, sum = 0.0;
     for (uint32_t i = 0; i < n; i++) {
@@ -115,7 +116,7 @@ static int64_t sample_top_p(double *scratch, const float *logits, uint32_t n, do
         return -1;
     for (uint32_t i = 0; i < n; i++)
         sum += exp(((double)logits[i] - top) / temperature);
-    /* all tokens below this one together have less than 1 - top_p: they cannot be in the nucleus, and need no sorting */
+    /* all tokens below this one together have less than 1 - top_p: outside the nucleus, no need to sort them */
     const double least = (1.0 - top_p) / (double)n * sum;
     size_t count = 0;
     for (uint32_t i = 0; i < n; i++) {
@@ -222,7 +223,8 @@ static bool next_token(serve_generator *g, serve_job *job)
     const akv_status status = akv_llama_token_text(g->host, (int32_t)token, 0, piece, sizeof piece, &bytes, &diag);
     if (status != AKV_OK)
         return fail(job, status, &diag);
-    cJSON *logprob = job->top_logprobs >= 0 ? serve_reply_logprob(g->host, job, logits, g->vocab_tokens, (int32_t)token) : NULL;
+    cJSON *logprob =
+        job->top_logprobs >= 0 ? serve_reply_logprob(g->host, job, logits, g->vocab_tokens, (int32_t)token) : NULL;
     if (say(job, piece, bytes, logprob))
         return true;
     if (job->generated >= job->max_tokens) {

@@ -47,7 +47,8 @@ static enum MHD_Result put_answer(serve_exchange *x, unsigned status, struct MHD
     return result;
 }
 
-enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void *text, size_t bytes, enum MHD_ResponseMemoryMode mode)
+enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void *text, size_t bytes,
+                                enum MHD_ResponseMemoryMode mode)
 {
     struct MHD_Response *response = MHD_create_response_from_buffer(bytes, (void *)(uintptr_t)text, mode);
     if (response == NULL && mode == MHD_RESPMEM_MUST_FREE)
@@ -57,13 +58,16 @@ enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void 
 
 enum MHD_Result serve_send_json(serve_exchange *x, unsigned status, cJSON *root)
 {
-    static const char no_memory[] = "{\"error\":{\"message\":\"no memory for the answer\",\"type\":\"server_error\",\"param\":null,"
-                                    "\"code\":\"no_memory\"}}";
+    static const char no_memory[] =
+        "{\"error\":{\"message\":\"no memory for the answer\",\"type\":\"server_error\",\"param\":null,"
+        "\"code\":\"no_memory\"}}";
     char *text = root != NULL ? cJSON_PrintUnformatted(root) : NULL;
     cJSON_Delete(root);
     if (text == NULL)
-        return put_answer(x, 503, MHD_create_response_from_buffer(sizeof no_memory - 1, (void *)(uintptr_t)no_memory, MHD_RESPMEM_PERSISTENT),
-                    "application/json");
+        return put_answer(
+            x, 503,
+            MHD_create_response_from_buffer(sizeof no_memory - 1, (void *)(uintptr_t)no_memory, MHD_RESPMEM_PERSISTENT),
+            "application/json");
     struct MHD_Response *response = MHD_create_response_from_buffer(strlen(text), text, MHD_RESPMEM_MUST_FREE);
     if (response == NULL)
         free(text);
@@ -75,7 +79,7 @@ enum MHD_Result serve_send_error(serve_exchange *x, const serve_error *error)
     return serve_send_json(x, error->status, serve_error_json(error));
 }
 
-/* ------------------------------------------------------------------------------------------------- waiting, streaming */
+/* ----------------------------------------------------------------------------------------------- waiting, streaming */
 
 /* A client that closed its end wants nothing any more: it has nothing else to say before the answer is there. */
 static bool is_gone(struct MHD_Connection *connection)
@@ -163,7 +167,8 @@ static bool same_key(const char *a, const char *b)
 static void name_owner(const char *key, char owner[SERVE_OWNER_BYTES])
 {
     const XXH128_hash_t hash = XXH3_128bits(key, strlen(key));
-    snprintf(owner, SERVE_OWNER_BYTES, "%016llx%016llx", (unsigned long long)hash.high64, (unsigned long long)hash.low64);
+    snprintf(owner, SERVE_OWNER_BYTES, "%016llx%016llx", (unsigned long long)hash.high64,
+             (unsigned long long)hash.low64);
 }
 
 static bool check_key(serve_exchange *x)
@@ -200,7 +205,8 @@ static bool check_host(serve_exchange *x)
         if (strncasecmp(host, names[i], n) == 0 && (host[n] == '\0' || host[n] == ':'))
             return true;
     }
-    return serve_fail(&x->early, 403, "forbidden_host", NULL, "this server answers to localhost only; give it a key to use other names");
+    return serve_fail(&x->early, 403, "forbidden_host", NULL,
+                      "this server answers to localhost only; give it a key to use other names");
 }
 
 /* What is known from the headers. */
@@ -223,7 +229,8 @@ static enum MHD_Result on_body(serve_exchange *x, const char *data, size_t *byte
     const uint64_t most = x->server->options->max_body;
     x->body_bytes += *bytes;
     if (x->early.status == 0 && x->body_bytes > most)
-        serve_fail(&x->early, 413, "body_too_large", NULL, "the body is larger than %llu bytes", (unsigned long long)most);
+        serve_fail(&x->early, 413, "body_too_large", NULL, "the body is larger than %llu bytes",
+                   (unsigned long long)most);
     if (x->early.status == 0 && !cli_buffer_add(&x->body, data, *bytes))
         serve_fail(&x->early, 503, "no_memory", NULL, "no memory for the request");
     if (x->early.status != 0)
@@ -259,7 +266,8 @@ static enum MHD_Result on_request(void *opaque, struct MHD_Connection *connectio
     return serve_route(x);
 }
 
-static void on_completed(void *opaque, struct MHD_Connection *connection, void **state, enum MHD_RequestTerminationCode code)
+static void on_completed(void *opaque, struct MHD_Connection *connection, void **state,
+                         enum MHD_RequestTerminationCode code)
 {
     serve_exchange *x = *state;
     (void)opaque;
@@ -345,11 +353,13 @@ int serve_http_start(serve_server *server, serve_http **out, uint16_t *port)
         return CLI_IO;
     server->check_host = loopback && o->num_keys == 0;
     if (!loopback && o->num_keys == 0)
-        cli_warn("anybody who reaches %s can use this server and read its documents; --api-key-file asks for a key", o->host);
+        cli_warn("anybody who reaches %s can use this server and read its documents; --api-key-file asks for a key",
+                 o->host);
     http->daemon = MHD_start_daemon(
-        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC | MHD_USE_ERROR_LOG, 0, NULL, NULL,
-        on_request, server, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET, http->socket,
-        MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
+        MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC |
+            MHD_USE_ERROR_LOG,
+        0, NULL, NULL, on_request, server, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET,
+        http->socket, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_CONNECTION_TIMEOUT,
         (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20, MHD_OPTION_END);
     return http->daemon != NULL ? CLI_OK : cli_fail(CLI_IO, "cannot start the HTTP server: %s", strerror(errno));

@@ -24,10 +24,14 @@ enum MHD_Result serve_route(serve_exchange *x);
 /* Takes over the tree. */
 enum MHD_Result serve_send_json(serve_exchange *x, unsigned status, cJSON *root);
 enum MHD_Result serve_send_error(serve_exchange *x, const serve_error *error);
-enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void *text, size_t bytes, enum MHD_ResponseMemoryMode mode);
+enum MHD_Result serve_send_text(serve_exchange *x, const char *type, const void *text, size_t bytes,
+                                enum MHD_ResponseMemoryMode mode);
 /* The job's events as they come; takes over the job. */
 enum MHD_Result serve_send_stream(serve_exchange *x, serve_job *job);
-/* Waits until the job is over, or with `first` until it has something to say. False: the client is gone, the job is cancelled. */
+/*
+ * Waits until the job is over, or with `first` until it has something to say. False: the client is gone, the job is
+ * cancelled.
+ */
 bool serve_wait(serve_exchange *x, serve_job *job, bool first);
 
 #endif

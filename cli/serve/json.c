@@ -14,10 +14,14 @@ enum { MAX_DEPTH = 32, MAX_VALUES = 50000 };
 static const char *type_of(unsigned status)
 {
     switch (status) {
-    case 401: return "authentication_error";
-    case 404: return "not_found_error";
-    case 429: return "rate_limit_error";
-    default: return status >= 500 ? "server_error" : "invalid_request_error";
+    case 401:
+        return "authentication_error";
+    case 404:
+        return "not_found_error";
+    case 429:
+        return "rate_limit_error";
+    default:
+        return status >= 500 ? "server_error" : "invalid_request_error";
     }
 }
 
@@ -40,10 +44,14 @@ bool serve_fail_diag(serve_error *error, akv_status status, const akv_diag *diag
     switch (status) {
     case AKV_E_INVALID_ARGUMENT:
     case AKV_E_UNSUPPORTED:
-    case AKV_E_INFEASIBLE: return serve_fail(error, 400, "unsupported", NULL, "%s", message);
-    case AKV_E_NO_SPACE: return serve_fail(error, 503, "no_space", NULL, "%s", message);
-    case AKV_E_NO_MEMORY: return serve_fail(error, 503, "no_memory", NULL, "%s", message);
-    default: return serve_fail(error, 500, "internal_error", NULL, "%s", message);
+    case AKV_E_INFEASIBLE:
+        return serve_fail(error, 400, "unsupported", NULL, "%s", message);
+    case AKV_E_NO_SPACE:
+        return serve_fail(error, 503, "no_space", NULL, "%s", message);
+    case AKV_E_NO_MEMORY:
+        return serve_fail(error, 503, "no_memory", NULL, "%s", message);
+    default:
+        return serve_fail(error, 500, "internal_error", NULL, "%s", message);
     }
 }
 
@@ -75,7 +83,10 @@ size_t serve_utf8_whole(const char *text, size_t bytes)
             break;
         /* a character that is not over yet: its lead byte, and nothing but continuations so far */
         const unsigned char lead = (unsigned char)text[at];
-        const size_t needs = lead >= 0xf0 && lead <= 0xf4 ? 4 : lead >= 0xe0 && lead < 0xf0 ? 3 : lead >= 0xc2 && lead < 0xe0 ? 2 : 1;
+        const size_t needs = lead >= 0xf0 && lead <= 0xf4  ? 4
+                             : lead >= 0xe0 && lead < 0xf0 ? 3
+                             : lead >= 0xc2 && lead < 0xe0 ? 2
+                                                           : 1;
         size_t have = 1;
         while (have < needs && at + have < bytes && ((unsigned char)text[at + have] & 0xc0) == 0x80)
             have++;
@@ -119,7 +130,8 @@ static bool check(const char *text, size_t bytes, serve_error *error)
             return serve_fail(error, 400, "invalid_json", NULL, "the body has a zero byte at %zu", i);
         if (inside && c == '\\') {
             if (bytes - i > 5 && memcmp(text + i, "\\u0000", 6) == 0)
-                return serve_fail(error, 400, "invalid_json", NULL, "the text with \\u0000 at byte %zu cannot be used", i);
+                return serve_fail(error, 400, "invalid_json", NULL, "the text with \\u0000 at byte %zu cannot be used",
+                                  i);
             i++; /* an escaped quote ends nothing */
             if (i < bytes && text[i] == '\0')
                 return serve_fail(error, 400, "invalid_json", NULL, "the body has a zero byte at %zu", i);
@@ -128,7 +140,8 @@ static bool check(const char *text, size_t bytes, serve_error *error)
         } else if (!inside && (c == '{' || c == '[')) {
             values++;
             if (++depth > MAX_DEPTH)
-                return serve_fail(error, 400, "invalid_json", NULL, "the body is nested deeper than %d levels", MAX_DEPTH);
+                return serve_fail(error, 400, "invalid_json", NULL, "the body is nested deeper than %d levels",
+                                  MAX_DEPTH);
         } else if (!inside && (c == '}' || c == ']')) {
             depth -= depth > 0;
         } else if (!inside && (c == ',' || c == ':')) {
@@ -186,7 +199,8 @@ bool serve_json_bool(const cJSON *object, const char *name, bool *out, serve_err
     return true;
 }
 
-bool serve_json_number(const cJSON *object, const char *name, double min, double max, bool whole, double *out, serve_error *error)
+bool serve_json_number(const cJSON *object, const char *name, double min, double max, bool whole, double *out,
+                       serve_error *error)
 {
     const cJSON *item = member(object, name);
     if (item == NULL)

@@ -27,7 +27,8 @@ static void documents(FILE *f, const serve_documents_stats *d)
     head(f, "document_bytes", "gauge", "bytes of documents in memory by kind");
     for (size_t k = 1; k < sizeof kinds / sizeof kinds[0]; k++)
         fprintf(f, "akv_document_bytes{kind=\"%s\"} %" PRIu64 "\n", kinds[k], (&d->bytes.total)[k]);
-    one(f, "document_dense_bytes", "gauge", "what all ready documents would take uncompressed, 16 bit", (double)d->dense_bytes);
+    one(f, "document_dense_bytes", "gauge", "what all ready documents would take uncompressed, 16 bit",
+        (double)d->dense_bytes);
     one(f, "document_tokens", "gauge", "tokens of all ready documents", (double)d->tokens);
     const double held = (double)d->pool.resident_bytes + (double)d->pool.spilled_bytes;
     one(f, "compression_ratio", "gauge", "uncompressed bytes of all ready documents by their bytes now",
@@ -54,7 +55,8 @@ static void engine(FILE *f, const serve_options *o, const serve_engine_stats *e,
     one(f, "generate_seconds_total", "counter", "time spent on them", e->generate_seconds);
     one(f, "tokens_per_second", "gauge", "tokens of answers by the time spent on them, since the start",
         e->generate_seconds > 0.0 ? (double)e->generated_tokens / e->generate_seconds : 0.0);
-    head(f, "kv_bytes", "gauge", "key/value cache: documents in memory, the engine's cells, waiting conversations, their segments");
+    head(f, "kv_bytes", "gauge",
+         "key/value cache: documents in memory, the engine's cells, waiting conversations, their segments");
     fprintf(f, "akv_kv_bytes{kind=\"documents\"} %" PRIu64 "\n", d->pool.resident_bytes);
     fprintf(f, "akv_kv_bytes{kind=\"cells\"} %" PRIu64 "\n", e->cell_bytes);
     fprintf(f, "akv_kv_bytes{kind=\"waiting\"} %" PRIu64 "\n", e->waiting_bytes);
@@ -78,7 +80,8 @@ char *serve_metrics(serve_server *server)
     engine(f, server->options, &e, &d);
     head(f, "http_answers_total", "counter", "by hundreds of the status");
     for (int i = 2; i < 6; i++)
-        fprintf(f, "akv_http_answers_total{status=\"%dxx\"} %llu\n", i, (unsigned long long)atomic_load(&server->answers[i]));
+        fprintf(f, "akv_http_answers_total{status=\"%dxx\"} %llu\n", i,
+                (unsigned long long)atomic_load(&server->answers[i]));
     one(f, "resident_bytes", "gauge", "of the process", (double)cli_resident_bytes());
     if (fclose(f) != 0) {
         free(text);

@@ -11,8 +11,20 @@
 #include <unistd.h>
 
 enum {
-    OPT_HOST = 500, OPT_PORT, OPT_RATIO, OPT_SLOTS, OPT_QUEUE, OPT_KEY, OPT_KEY_FILE, OPT_DOCUMENTS, OPT_BUDGET, OPT_MAX_BODY,
-    OPT_MAX_TOKENS, OPT_TIMEOUT, OPT_DRAIN, OPT_SEED
+    OPT_HOST = 500,
+    OPT_PORT,
+    OPT_RATIO,
+    OPT_SLOTS,
+    OPT_QUEUE,
+    OPT_KEY,
+    OPT_KEY_FILE,
+    OPT_DOCUMENTS,
+    OPT_BUDGET,
+    OPT_MAX_BODY,
+    OPT_MAX_TOKENS,
+    OPT_TIMEOUT,
+    OPT_DRAIN,
+    OPT_SEED
 };
 
 static bool add_key(serve_options *o, const char *key, size_t bytes)
@@ -61,14 +73,20 @@ static bool set(serve_options *o, int option, const char *value)
     uint64_t n = 0;
     double x = 0.0;
     switch (option) {
-    case 'm': o->model = value; return true;
+    case 'm':
+        o->model = value;
+        return true;
     case 't':
         if (!cli_parse_u64("--threads", value, 1, 1024, &n))
             return false;
         o->threads = (uint32_t)n;
         return true;
-    case 'q': o->quiet = true; return true;
-    case OPT_HOST: o->host = value; return true;
+    case 'q':
+        o->quiet = true;
+        return true;
+    case OPT_HOST:
+        o->host = value;
+        return true;
     case OPT_PORT:
         if (!cli_parse_u64("--port", value, 0, 65535, &n))
             return false;
@@ -79,34 +97,56 @@ static bool set(serve_options *o, int option, const char *value)
             return false;
         o->keep_ratio = 1.0 / x;
         return true;
-    case OPT_SLOTS: return cli_parse_u64("--slots", value, 1, 256, &o->slots);
-    case OPT_QUEUE: return cli_parse_u64("--queue", value, 0, 1024, &o->queue);
-    case OPT_KEY: return add_key(o, value, strlen(value));
-    case OPT_KEY_FILE: o->key_file = value; return true;
-    case OPT_DOCUMENTS: o->folder = value; return true;
-    case OPT_BUDGET: return cli_parse_bytes("--budget", value, &o->budget);
-    case OPT_MAX_BODY: return cli_parse_bytes("--max-body", value, &o->max_body);
-    case OPT_MAX_TOKENS: return cli_parse_u64("--max-tokens", value, 1, 1u << 24, &o->max_tokens);
-    case OPT_TIMEOUT: return cli_parse_double("--timeout", value, 1.0, 86400.0, &o->timeout);
-    case OPT_DRAIN: return cli_parse_double("--drain", value, 0.0, 86400.0, &o->drain);
-    case OPT_SEED: return cli_parse_u64("--seed", value, 0, UINT64_MAX, &o->seed);
-    default: return false;
+    case OPT_SLOTS:
+        return cli_parse_u64("--slots", value, 1, 256, &o->slots);
+    case OPT_QUEUE:
+        return cli_parse_u64("--queue", value, 0, 1024, &o->queue);
+    case OPT_KEY:
+        return add_key(o, value, strlen(value));
+    case OPT_KEY_FILE:
+        o->key_file = value;
+        return true;
+    case OPT_DOCUMENTS:
+        o->folder = value;
+        return true;
+    case OPT_BUDGET:
+        return cli_parse_bytes("--budget", value, &o->budget);
+    case OPT_MAX_BODY:
+        return cli_parse_bytes("--max-body", value, &o->max_body);
+    case OPT_MAX_TOKENS:
+        return cli_parse_u64("--max-tokens", value, 1, 1u << 24, &o->max_tokens);
+    case OPT_TIMEOUT:
+        return cli_parse_double("--timeout", value, 1.0, 86400.0, &o->timeout);
+    case OPT_DRAIN:
+        return cli_parse_double("--drain", value, 0.0, 86400.0, &o->drain);
+    case OPT_SEED:
+        return cli_parse_u64("--seed", value, 0, UINT64_MAX, &o->seed);
+    default:
+        return false;
     }
 }
 
 static int parse(int argc, char **argv, serve_options *o)
 {
-    static const struct option options[] = {
-        {"model", required_argument, NULL, 'm'},          {"threads", required_argument, NULL, 't'},
-        {"quiet", no_argument, NULL, 'q'},                {"help", no_argument, NULL, 'h'},
-        {"host", required_argument, NULL, OPT_HOST},      {"port", required_argument, NULL, OPT_PORT},
-        {"ratio", required_argument, NULL, OPT_RATIO},    {"slots", required_argument, NULL, OPT_SLOTS},
-        {"queue", required_argument, NULL, OPT_QUEUE},    {"api-key", required_argument, NULL, OPT_KEY},
-        {"api-key-file", required_argument, NULL, OPT_KEY_FILE}, {"documents", required_argument, NULL, OPT_DOCUMENTS},
-        {"budget", required_argument, NULL, OPT_BUDGET},  {"max-body", required_argument, NULL, OPT_MAX_BODY},
-        {"max-tokens", required_argument, NULL, OPT_MAX_TOKENS}, {"timeout", required_argument, NULL, OPT_TIMEOUT},
-        {"drain", required_argument, NULL, OPT_DRAIN},    {"seed", required_argument, NULL, OPT_SEED},
-        {NULL, 0, NULL, 0}};
+    static const struct option options[] = {{"model", required_argument, NULL, 'm'},
+                                            {"threads", required_argument, NULL, 't'},
+                                            {"quiet", no_argument, NULL, 'q'},
+                                            {"help", no_argument, NULL, 'h'},
+                                            {"host", required_argument, NULL, OPT_HOST},
+                                            {"port", required_argument, NULL, OPT_PORT},
+                                            {"ratio", required_argument, NULL, OPT_RATIO},
+                                            {"slots", required_argument, NULL, OPT_SLOTS},
+                                            {"queue", required_argument, NULL, OPT_QUEUE},
+                                            {"api-key", required_argument, NULL, OPT_KEY},
+                                            {"api-key-file", required_argument, NULL, OPT_KEY_FILE},
+                                            {"documents", required_argument, NULL, OPT_DOCUMENTS},
+                                            {"budget", required_argument, NULL, OPT_BUDGET},
+                                            {"max-body", required_argument, NULL, OPT_MAX_BODY},
+                                            {"max-tokens", required_argument, NULL, OPT_MAX_TOKENS},
+                                            {"timeout", required_argument, NULL, OPT_TIMEOUT},
+                                            {"drain", required_argument, NULL, OPT_DRAIN},
+                                            {"seed", required_argument, NULL, OPT_SEED},
+                                            {NULL, 0, NULL, 0}};
     int option;
     while ((option = getopt_long(argc, argv, "m:t:qh", options, NULL)) != -1) {
         if (option == 'h')
@@ -125,7 +165,7 @@ static int parse(int argc, char **argv, serve_options *o)
     return o->key_file == NULL || read_keys(o) ? CLI_OK : CLI_USAGE;
 }
 
-/* ------------------------------------------------------------------------------------------------------------- serve */
+/* ------------------------------------------------------------------------------------------------------------ serve */
 
 typedef struct parts {
     serve_server server;
@@ -196,7 +236,8 @@ static int start(const serve_options *o, parts *p)
     if (code == CLI_OK)
         code = serve_documents_create(o, p->server.host, &p->turn, &p->server.documents);
     if (code == CLI_OK)
-        code = serve_engine_create(o, p->server.host, akv_threads_executor(p->threads), p->server.documents, &p->turn, &p->server.engine);
+        code = serve_engine_create(o, p->server.host, akv_threads_executor(p->threads), p->server.documents, &p->turn,
+                                   &p->server.engine);
     if (code == CLI_OK)
         code = serve_http_start(&p->server, &p->http, &port);
     if (code == CLI_OK)
@@ -248,8 +289,16 @@ static int serve(const serve_options *o)
 
 static int run(int argc, char **argv)
 {
-    serve_options o = {.host = "127.0.0.1", .port = 8080, .keep_ratio = 0.1, .budget = 512u << 20, .max_body = 16u << 20,
-                       .max_tokens = 4096, .slots = 4, .queue = 16, .timeout = 300.0, .drain = 30.0};
+    serve_options o = {.host = "127.0.0.1",
+                       .port = 8080,
+                       .keep_ratio = 0.1,
+                       .budget = 512u << 20,
+                       .max_body = 16u << 20,
+                       .max_tokens = 4096,
+                       .slots = 4,
+                       .queue = 16,
+                       .timeout = 300.0,
+                       .drain = 30.0};
     o.threads = cli_default_threads();
     int code = parse(argc, argv, &o);
     if (code < 0)
@@ -266,8 +315,10 @@ const cli_command cli_cmd_serve = {
     "serve", "answer over HTTP, in OpenAI's form", run,
     "usage: akv serve -m MODEL [options]\n"
     "\n"
-    "Answers /v1/chat/completions and /v1/completions in OpenAI's form, on this computer only unless told otherwise. Texts sent\n"
-    "to /v1/documents are read once, compressed, and shared by all conversations that name them. A page at / does both.\n"
+    "Answers /v1/chat/completions and /v1/completions in OpenAI's form, on this computer only unless told otherwise. "
+    "Texts sent\n"
+    "to /v1/documents are read once, compressed, and shared by all conversations that name them. A page at / does "
+    "both.\n"
     "SIGTERM or Ctrl-C: no new requests, answers that are being made are finished. docs/serve.md has the interface.\n"
     "\n"
     "  -m, --model FILE     GGUF model\n"
@@ -279,7 +330,8 @@ const cli_command cli_cmd_serve = {
     "      --api-key KEY    only who has it may ask; may be repeated. Other users of this computer can see it: better\n"
     "      --api-key-file F the same, one key a line. Each key sees its own documents only\n"
     "      --documents DIR  keep documents there, for the next start and when memory is short\n"
-    "      --budget BYTES   of all documents in memory (512M); beyond it those used longest ago become smaller, then leave\n"
+    "      --budget BYTES   of all documents in memory (512M); beyond it those used longest ago become smaller, then "
+    "leave\n"
     "                       memory if there is a --documents, else new ones are refused\n"
     "      --max-body BYTES of a request (16M)\n"
     "      --max-tokens N   of an answer (4096)\n"

@@ -37,7 +37,7 @@ void serve_job_release(serve_documents *documents, serve_job *job)
     free(job);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- logprobs */
+/* --------------------------------------------------------------------------------------------------------- logprobs */
 
 static cJSON *token_entry(const akv_llama *host, int32_t token, double logprob)
 {
@@ -73,7 +73,8 @@ cJSON *serve_reply_logprob(const akv_llama *host, const serve_job *job, const fl
     for (uint32_t i = 0; i < n; i++)
         sum += exp((double)logits[i] - top);
     const double norm = top + log(sum);
-    cJSON *entry = token_entry(host, token, (double)logits[token] - norm), *list = cJSON_AddArrayToObject(entry, "top_logprobs");
+    cJSON *entry = token_entry(host, token, (double)logits[token] - norm),
+          *list = cJSON_AddArrayToObject(entry, "top_logprobs");
     for (int i = 0; i < count; i++)
         cJSON_AddItemToArray(list, token_entry(host, best[i], (double)logits[best[i]] - norm));
     return entry;
@@ -83,7 +84,8 @@ cJSON *serve_reply_logprob(const akv_llama *host, const serve_job *job, const fl
 static cJSON *legacy_logprobs(cJSON *content)
 {
     cJSON *root = cJSON_CreateObject(), *tokens = cJSON_AddArrayToObject(root, "tokens"),
-          *values = cJSON_AddArrayToObject(root, "token_logprobs"), *tops = cJSON_AddArrayToObject(root, "top_logprobs");
+          *values = cJSON_AddArrayToObject(root, "token_logprobs"),
+          *tops = cJSON_AddArrayToObject(root, "top_logprobs");
     for (cJSON *entry = content->child; entry != NULL; entry = entry->next) {
         cJSON_AddItemToArray(tokens, cJSON_Duplicate(cJSON_GetObjectItem(entry, "token"), 1));
         cJSON_AddItemToArray(values, cJSON_Duplicate(cJSON_GetObjectItem(entry, "logprob"), 1));
@@ -106,14 +108,16 @@ static cJSON *wrap_logprobs(const serve_job *job, cJSON *content)
     return root;
 }
 
-/* ------------------------------------------------------------------------------------------------------------ events */
+/* ----------------------------------------------------------------------------------------------------------- events */
 
 static cJSON *frame(const serve_job *job)
 {
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "id", job->id);
     cJSON_AddStringToObject(root, "object",
-                            !job->chat ? "text_completion" : job->stream ? "chat.completion.chunk" : "chat.completion");
+                            !job->chat    ? "text_completion"
+                            : job->stream ? "chat.completion.chunk"
+                                          : "chat.completion");
     cJSON_AddNumberToObject(root, "created", (double)job->created);
     cJSON_AddStringToObject(root, "model", job->model);
     return root;

@@ -1,5 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* request.c - from a request's JSON to a job or a document. What the server does not do is refused, never left out in silence. */
+/*
+ * request.c - from a request's JSON to a job or a document. What the server does not do is refused, never left out in
+ * silence.
+ */
 #include "serve.h"
 
 #include <stdio.h>
@@ -8,13 +11,14 @@
 #include <sys/random.h>
 #include <time.h>
 
-/* ---------------------------------------------------------------------------------------------- what is not supported */
+/* -------------------------------------------------------------------------------------------- what is not supported */
 
 /* Members that would change the answer. At these values they change nothing. */
 static bool refuse_unsupported(const cJSON *body, serve_error *error)
 {
     static const char *const zero[] = {"frequency_penalty", "presence_penalty"}, *const one[] = {"n", "best_of"};
-    static const char *const never[] = {"tools", "tool_choice", "functions", "function_call", "logit_bias", "suffix", "audio", "modalities"};
+    static const char *const never[] = {"tools",      "tool_choice", "functions", "function_call",
+                                        "logit_bias", "suffix",      "audio",     "modalities"};
     double number = 0.0;
     for (size_t i = 0; i < 2; i++)
         if (!serve_json_number(body, zero[i], -2.0, 2.0, false, &number, error))
@@ -29,23 +33,25 @@ static bool refuse_unsupported(const cJSON *body, serve_error *error)
             return serve_fail(error, 400, "unsupported", one[i], "%s other than 1 is not supported", one[i]);
     for (size_t i = 0; i < sizeof never / sizeof never[0]; i++) {
         const cJSON *item = cJSON_GetObjectItemCaseSensitive(body, never[i]);
-        const bool empty = item == NULL || cJSON_IsNull(item) || (cJSON_IsArray(item) && item->child == NULL) ||
-                           (cJSON_IsObject(item) && item->child == NULL) ||
-                           (cJSON_IsString(item) && (item->valuestring[0] == '\0' || strcmp(item->valuestring, "none") == 0));
+        const bool empty =
+            item == NULL || cJSON_IsNull(item) || (cJSON_IsArray(item) && item->child == NULL) ||
+            (cJSON_IsObject(item) && item->child == NULL) ||
+            (cJSON_IsString(item) && (item->valuestring[0] == '\0' || strcmp(item->valuestring, "none") == 0));
         if (!empty)
             return serve_fail(error, 400, "unsupported", never[i], "%s is not supported", never[i]);
     }
     const cJSON *format = cJSON_GetObjectItemCaseSensitive(body, "response_format");
     const char *kind = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(format, "type"));
     if (format != NULL && !cJSON_IsNull(format) && (kind == NULL || strcmp(kind, "text") != 0))
-        return serve_fail(error, 400, "unsupported", "response_format", "a response_format other than text is not supported");
+        return serve_fail(error, 400, "unsupported", "response_format",
+                          "a response_format other than text is not supported");
     bool echo = false;
     if (!serve_json_bool(body, "echo", &echo, error))
         return false;
     return !echo || serve_fail(error, 400, "unsupported", "echo", "echo is not supported");
 }
 
-/* ------------------------------------------------------------------------------------------------------------- prompt */
+/* ----------------------------------------------------------------------------------------------------------- prompt */
 
 typedef struct token_list {
     int32_t *tokens;
@@ -88,11 +94,13 @@ static bool add_content(const cJSON *content, cli_buffer *text, serve_error *err
             const char *type = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(part, "type"));
             const char *piece = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(part, "text"));
             if (type == NULL || strcmp(type, "text") != 0 || piece == NULL)
-                return serve_fail(error, 400, "invalid_value", "messages", "only parts of type text are supported in a message");
+                return serve_fail(error, 400, "invalid_value", "messages",
+                                  "only parts of type text are supported in a message");
             ok = cli_buffer_add(text, piece, strlen(piece));
         }
     } else {
-        return serve_fail(error, 400, "invalid_type", "messages", "a message's content must be a string or a list of text parts");
+        return serve_fail(error, 400, "invalid_type", "messages",
+                          "a message's content must be a string or a list of text parts");
     }
     return ok || serve_fail(error, 503, "no_memory", NULL, "no memory for the prompt");
 }
@@ -109,17 +117,19 @@ static bool read_messages(const cJSON *body, message **out, size_t *count, serve
     bool ok = list != NULL || serve_fail(error, 503, "no_memory", NULL, "no memory for the messages");
     for (const cJSON *m = array->child; ok && m != NULL; m = m->next) {
         const char *role = cJSON_GetStringValue(cJSON_GetObjectItemCaseSensitive(m, "role"));
-        const char kind = role == NULL                                                             ? 0
+        const char kind = role == NULL                                                    ? 0
                           : strcmp(role, "system") == 0 || strcmp(role, "developer") == 0 ? 's'
                           : strcmp(role, "user") == 0                                     ? 'u'
                           : strcmp(role, "assistant") == 0                                ? 'a'
                                                                                           : 0;
         if (!cJSON_IsObject(m) || kind == 0)
-            ok = serve_fail(error, 400, "invalid_value", "messages", "a message's role must be system, developer, user or assistant");
+            ok = serve_fail(error, 400, "invalid_value", "messages",
+                            "a message's role must be system, developer, user or assistant");
         else if (kind == 's' && n > 0 && list[n - 1].role != 's')
             ok = serve_fail(error, 400, "unsupported", "messages", "a system message must stand before all others");
         else if (kind == 'a' && (n == 0 || list[n - 1].role == 's'))
-            ok = serve_fail(error, 400, "unsupported", "messages", "the first message after the system's must be the user's");
+            ok = serve_fail(error, 400, "unsupported", "messages",
+                            "the first message after the system's must be the user's");
         if (!ok)
             break;
         if (n == 0 || list[n - 1].role != kind)
@@ -145,9 +155,9 @@ static bool read_messages(const cJSON *body, message **out, size_t *count, serve
     return true;
 }
 
-/* One user's turn. Behind a document the system's text, which cannot stand before it any more, comes before the question. */
-static bool render_user(const akv_llama *host, bool document, bool first, const char *system, const message *m, token_list *list,
-                        serve_error *error)
+/* One user's turn. Behind a document the system's text cannot stand before it any more: it comes before the question. */
+static bool render_user(const akv_llama *host, bool document, bool first, const char *system, const message *m,
+                        token_list *list, serve_error *error)
 {
     akv_diag diag = {AKV_OK, ""};
     int32_t *tokens = NULL;
@@ -166,8 +176,8 @@ static bool render_user(const akv_llama *host, bool document, bool first, const 
     } else if (document && first) {
         status = akv_llama_render_question(host, AKV_LLAMA_CHAT, NULL, m->text.data, bytes, &tokens, &n, &diag);
     } else {
-        status = akv_llama_render_turn(host, first ? AKV_LLAMA_TURN_FIRST : AKV_LLAMA_TURN_LATER, document ? NULL : system,
-                                       m->text.data, bytes, &tokens, &n, &diag);
+        status = akv_llama_render_turn(host, first ? AKV_LLAMA_TURN_FIRST : AKV_LLAMA_TURN_LATER,
+                                       document ? NULL : system, m->text.data, bytes, &tokens, &n, &diag);
     }
     return status == AKV_OK ? append(list, tokens, n, error) : serve_fail_diag(error, status, &diag);
 }
@@ -186,7 +196,8 @@ static bool render_chat(const akv_llama *host, const cJSON *body, bool document,
         const akv_status status = akv_llama_render_opening(host, system, &tokens, &n, &diag);
         if (status == AKV_OK)
             ok = append(list, tokens, n, error);
-        else if (status != AKV_E_UNSUPPORTED || system != NULL) /* without one: this model's chat begins with the user's text */
+        else if (status != AKV_E_UNSUPPORTED ||
+                 system != NULL) /* without one: this model's chat begins with the user's text */
             ok = serve_fail_diag(error, status, &diag);
     }
     for (size_t i = messages[0].role == 's'; ok && i < count; i++) {
@@ -210,8 +221,9 @@ static bool render_text(const akv_llama *host, const cJSON *body, bool document,
     if (cJSON_IsArray(prompt) && cJSON_GetArraySize(prompt) == 1)
         prompt = prompt->child;
     if (!cJSON_IsString(prompt) || prompt->valuestring[0] == '\0')
-        return serve_fail(error, 400, prompt == NULL ? "missing" : "invalid_type", "prompt",
-                          "prompt must be a string that is not empty; lists of prompts and of tokens are not supported");
+        return serve_fail(
+            error, 400, prompt == NULL ? "missing" : "invalid_type", "prompt",
+            "prompt must be a string that is not empty; lists of prompts and of tokens are not supported");
     int32_t *tokens = NULL;
     size_t n = 0;
     const akv_status status =
@@ -219,7 +231,7 @@ static bool render_text(const akv_llama *host, const cJSON *body, bool document,
     return status == AKV_OK ? append(list, tokens, n, error) : serve_fail_diag(error, status, &diag);
 }
 
-/* ---------------------------------------------------------------------------------------------------------------- job */
+/* -------------------------------------------------------------------------------------------------------------- job */
 
 static bool read_stops(const cJSON *body, serve_job *job, serve_error *error)
 {
@@ -233,7 +245,8 @@ static bool read_stops(const cJSON *body, serve_job *job, serve_error *error)
         if (one->valuestring[0] == '\0' || strlen(one->valuestring) > 256)
             return serve_fail(error, 400, "invalid_value", "stop", "a stop string must have 1 to 256 bytes");
         if (job->num_stops == SERVE_MAX_STOPS)
-            return serve_fail(error, 400, "invalid_value", "stop", "at most %d stop strings are possible", SERVE_MAX_STOPS);
+            return serve_fail(error, 400, "invalid_value", "stop", "at most %d stop strings are possible",
+                              SERVE_MAX_STOPS);
         if ((job->stops[job->num_stops] = strdup(one->valuestring)) == NULL)
             return serve_fail(error, 503, "no_memory", NULL, "no memory for the stop strings");
         job->num_stops++;
@@ -286,19 +299,22 @@ static bool read_options(const serve_server *server, const cJSON *body, serve_jo
         !serve_json_string(body, "user", 4096, &user, error) || !serve_json_bool(body, "stream", &job->stream, error))
         return false;
     if (model != NULL && strcmp(model, server->model_id) != 0)
-        return serve_fail(error, 404, "model_not_found", "model", "there is no model \"%.100s\"; this server has \"%s\"", model,
-                          server->model_id);
+        return serve_fail(error, 404, "model_not_found", "model",
+                          "there is no model \"%.100s\"; this server has \"%s\"", model, server->model_id);
     const cJSON *options = cJSON_GetObjectItemCaseSensitive(body, "stream_options");
     if (options != NULL && !cJSON_IsNull(options)) {
         if (!cJSON_IsObject(options) || !job->stream)
-            return serve_fail(error, 400, "invalid_value", "stream_options", "stream_options must be an object, and needs stream: true");
+            return serve_fail(error, 400, "invalid_value", "stream_options",
+                              "stream_options must be an object, and needs stream: true");
         if (!serve_json_bool(options, "include_usage", &job->include_usage, error))
             return false;
     }
-    return read_sampling(server->options, body, job, error) && read_stops(body, job, error) && read_logprobs(body, job, error);
+    return read_sampling(server->options, body, job, error) && read_stops(body, job, error) &&
+           read_logprobs(body, job, error);
 }
 
-static bool find_document(serve_server *server, const char *owner, const cJSON *body, serve_job *job, serve_error *error)
+static bool find_document(serve_server *server, const char *owner, const cJSON *body, serve_job *job,
+                          serve_error *error)
 {
     const char *id = NULL;
     if (!serve_json_string(body, "document", 64, &id, error))
@@ -310,8 +326,8 @@ static bool find_document(serve_server *server, const char *owner, const cJSON *
 /* Prompt and answer into the model's context: a prompt that does not fit is refused, an answer is cut. */
 static bool fit(const serve_server *server, serve_job *job, serve_error *error)
 {
-    const uint64_t context = server->model.train_context, before = job->document != NULL ? job->document->num_tokens : 0,
-                   prompt = before + job->num_prompt;
+    const uint64_t context = server->model.train_context,
+                   before = job->document != NULL ? job->document->num_tokens : 0, prompt = before + job->num_prompt;
     if (job->num_prompt == 0)
         return serve_fail(error, 400, "invalid_value", job->chat ? "messages" : "prompt", "the prompt has no tokens");
     if (prompt >= context)
@@ -323,7 +339,8 @@ static bool fit(const serve_server *server, serve_job *job, serve_error *error)
     return true;
 }
 
-bool serve_request_job(serve_server *server, const char *owner, bool chat, const cJSON *body, serve_job **out, serve_error *error)
+bool serve_request_job(serve_server *server, const char *owner, bool chat, const cJSON *body, serve_job **out,
+                       serve_error *error)
 {
     serve_job *job = serve_job_new();
     if (job == NULL)
@@ -352,17 +369,21 @@ bool serve_request_job(serve_server *server, const char *owner, bool chat, const
     return true;
 }
 
-bool serve_request_document(serve_server *server, const char *owner, const cJSON *body, serve_document **out, serve_error *error)
+bool serve_request_document(serve_server *server, const char *owner, const cJSON *body, serve_document **out,
+                            serve_error *error)
 {
     const char *name = "untitled", *text = NULL;
     double ratio = 1.0 / server->options->keep_ratio;
-    if (!serve_json_string(body, "name", 255, &name, error) || !serve_json_string(body, "text", SIZE_MAX, &text, error) ||
+    if (!serve_json_string(body, "name", 255, &name, error) ||
+        !serve_json_string(body, "text", SIZE_MAX, &text, error) ||
         !serve_json_number(body, "ratio", 1.0, 1000.0, false, &ratio, error))
         return false;
     for (const char *c = name; *c != '\0'; c++)
         if ((unsigned char)*c < 0x20 || *c == 0x7f)
             return serve_fail(error, 400, "invalid_value", "name", "name has a control character");
     if (text == NULL || *text == '\0')
-        return serve_fail(error, 400, text == NULL ? "missing" : "invalid_value", "text", "text must be a string that is not empty");
-    return serve_documents_add(server->documents, owner, *name != '\0' ? name : "untitled", text, 1.0 / ratio, out, error);
+        return serve_fail(error, 400, text == NULL ? "missing" : "invalid_value", "text",
+                          "text must be a string that is not empty");
+    return serve_documents_add(server->documents, owner, *name != '\0' ? name : "untitled", text, 1.0 / ratio, out,
+                               error);
 }

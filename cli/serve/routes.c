@@ -65,7 +65,8 @@ static cJSON *body_of(serve_exchange *x, serve_error *error)
 {
     const char *type = MHD_lookup_connection_value(x->connection, MHD_HEADER_KIND, "Content-Type");
     /* what a form of another site's page can send without being asked for leave is not JSON by its type */
-    if (type == NULL || strncasecmp(type, "application/json", 16) != 0 || (type[16] != '\0' && type[16] != ';' && type[16] != ' ')) {
+    if (type == NULL || strncasecmp(type, "application/json", 16) != 0 ||
+        (type[16] != '\0' && type[16] != ';' && type[16] != ' ')) {
         serve_fail(error, 400, "invalid_content_type", NULL, "the Content-Type must be application/json");
         return NULL;
     }
@@ -95,7 +96,8 @@ static enum MHD_Result complete(serve_exchange *x, bool chat)
     pthread_mutex_unlock(&job->lock);
     if (job->stream && !failed)
         return serve_send_stream(x, job);
-    const enum MHD_Result result = failed ? serve_send_error(x, &error) : serve_send_json(x, 200, serve_reply_json(job));
+    const enum MHD_Result result =
+        failed ? serve_send_error(x, &error) : serve_send_json(x, 200, serve_reply_json(job));
     serve_job_release(x->server->documents, job);
     return result;
 }
@@ -141,8 +143,8 @@ static enum MHD_Result delete_document(serve_exchange *x, const char *id)
 enum MHD_Result serve_route(serve_exchange *x)
 {
     static const char documents[] = "/v1/documents/", a_model[] = "/v1/models/";
-    const bool get = strcmp(x->method, "GET") == 0 || strcmp(x->method, "HEAD") == 0, post = strcmp(x->method, "POST") == 0,
-               del = strcmp(x->method, "DELETE") == 0;
+    const bool get = strcmp(x->method, "GET") == 0 || strcmp(x->method, "HEAD") == 0,
+               post = strcmp(x->method, "POST") == 0, del = strcmp(x->method, "DELETE") == 0;
     const char *path = x->path;
     bool known = true;
     if (strcmp(path, "/") == 0 && get)
@@ -171,7 +173,8 @@ enum MHD_Result serve_route(serve_exchange *x)
         if (del)
             return delete_document(x, id);
     } else {
-        static const char *const paths[] = {"/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"};
+        static const char *const paths[] = {
+            "/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions"};
         known = false;
         for (size_t i = 0; i < sizeof paths / sizeof paths[0]; i++)
             known = known || strcmp(path, paths[i]) == 0;

@@ -14,8 +14,8 @@
  *   metrics.c    /metrics
  *   json.c       limits for JSON from outside, and small helpers
  *
- * Threads: one a connection (HTTP), the engine, the reader. What computes takes its turn (serve_turn), so that there are never more
- * threads at work than were asked for.
+ * Threads: one a connection (HTTP), the engine, the reader. What computes takes its turn (serve_turn), so that there are
+ * never more threads at work than were asked for.
  */
 #ifndef AKV_CLI_SERVE_H
 #define AKV_CLI_SERVE_H
@@ -87,11 +87,19 @@ void serve_turn_yield(serve_turn *turn);
 /* -------------------------------------------------------------------------------------------------------- documents */
 
 typedef enum serve_document_state {
-    SERVE_QUEUED, SERVE_READING, SERVE_COMPRESSING, SERVE_READY, SERVE_FAILED, SERVE_NUM_STATES
+    SERVE_QUEUED,
+    SERVE_READING,
+    SERVE_COMPRESSING,
+    SERVE_READY,
+    SERVE_FAILED,
+    SERVE_NUM_STATES
 } serve_document_state;
 extern const char *const serve_state_names[SERVE_NUM_STATES];
 
-enum { SERVE_ID_BYTES = 29, SERVE_OWNER_BYTES = 33 }; /* "doc-" and 24 hexadecimal digits; 32 digits; with their zeros */
+enum {
+    SERVE_ID_BYTES = 29,
+    SERVE_OWNER_BYTES = 33
+}; /* "doc-" and 24 hexadecimal digits; 32 digits; with their zeros */
 
 typedef struct serve_document serve_document;
 typedef struct serve_documents serve_documents;
@@ -136,10 +144,11 @@ void serve_documents_stop(serve_documents *documents);
 void serve_documents_destroy(serve_documents *documents);
 
 /* A new document, queued; the caller gets one reference. Takes over nothing. */
-bool serve_documents_add(serve_documents *documents, const char *owner, const char *name, const char *text, double keep_ratio,
-                         serve_document **out, serve_error *error);
+bool serve_documents_add(serve_documents *documents, const char *owner, const char *name, const char *text,
+                         double keep_ratio, serve_document **out, serve_error *error);
 /* One reference, or 404. */
-bool serve_documents_find(serve_documents *documents, const char *owner, const char *id, serve_document **out, serve_error *error);
+bool serve_documents_find(serve_documents *documents, const char *owner, const char *id, serve_document **out,
+                          serve_error *error);
 void serve_document_release(serve_documents *documents, serve_document *document); /* NULL is fine */
 bool serve_documents_delete(serve_documents *documents, const char *owner, const char *id, serve_error *error);
 cJSON *serve_document_json(serve_documents *documents, serve_document *document);
@@ -147,7 +156,8 @@ cJSON *serve_documents_json(serve_documents *documents, const char *owner);
 /* 409 while it is not ready. */
 bool serve_document_ready(serve_documents *documents, serve_document *document, serve_error *error);
 /* The document with its segments as they are now; they come back from where they were spilled. */
-bool serve_document_store(serve_documents *documents, serve_document *document, akv_llama_store **out, serve_error *error);
+bool serve_document_store(serve_documents *documents, serve_document *document, akv_llama_store **out,
+                          serve_error *error);
 void serve_documents_stats_get(serve_documents *documents, serve_documents_stats *out);
 
 /* folder.c: `folder` NULL does nothing. Names are made of ids, never of what a request says. */
@@ -155,9 +165,11 @@ int serve_folder_open(const char *folder); /* an exit code; what an earlier run 
 bool serve_folder_save(const char *folder, const serve_document *document, const akv_llama_store *store);
 void serve_folder_remove(const char *folder, const char *id);
 /* Calls `found` for each document of this model; what cannot be used is left there and said. */
-typedef bool (*serve_folder_fn)(void *opaque, serve_document *document, akv_segment *const *segments, uint32_t num_segments);
+typedef bool (*serve_folder_fn)(void *opaque, serve_document *document, akv_segment *const *segments,
+                                uint32_t num_segments);
 int serve_folder_load(const char *folder, const akv_llama *host, serve_folder_fn found, void *opaque);
-akv_status serve_folder_spill(void *folder, uint64_t id, uint32_t index, const void *data, size_t bytes, akv_diag *diag);
+akv_status serve_folder_spill(void *folder, uint64_t id, uint32_t index, const void *data, size_t bytes,
+                              akv_diag *diag);
 akv_status serve_folder_fetch(void *folder, uint64_t id, uint32_t index, void *data, size_t bytes, akv_diag *diag);
 void serve_folder_forget(void *folder, uint64_t id);
 
@@ -165,7 +177,7 @@ void serve_folder_forget(void *folder, uint64_t id);
 
 enum { SERVE_MAX_STOPS = 16, SERVE_MAX_TOP = 20 };
 
-/* One answer, from the request to its last byte. Made by an HTTP thread, filled by the engine, freed by the last of the two. */
+/* One answer, to its last byte. Made by an HTTP thread, filled by the engine, freed by the last of the two. */
 typedef struct serve_job {
     /* constant */
     char id[40];
@@ -199,7 +211,7 @@ typedef struct serve_job {
     pthread_mutex_t lock; /* for the rest */
     pthread_cond_t changed;
     bool done;
-    bool said; /* a first event is out */
+    bool said;      /* a first event is out */
     cli_buffer out; /* stream: events; else the text */
     size_t taken;   /* of out, by the connection */
     cJSON *logprobs;
@@ -218,14 +230,14 @@ typedef struct serve_engine_stats {
     uint64_t busy, queued;
     uint64_t requests_done, prompt_tokens, generated_tokens;
     double prompt_seconds, generate_seconds;
-    uint64_t cell_bytes;     /* of the one context's cells */
-    uint64_t waiting_bytes;  /* of cells of conversations that wait for their turn */
-    uint64_t segment_bytes;  /* of conversations' own segments, documents' not counted */
-    uint64_t dense_bytes;    /* what the caches of all running conversations would be, each with its document */
+    uint64_t cell_bytes;    /* of the one context's cells */
+    uint64_t waiting_bytes; /* of cells of conversations that wait for their turn */
+    uint64_t segment_bytes; /* of conversations' own segments, documents' not counted */
+    uint64_t dense_bytes;   /* what the caches of all running conversations would be, each with its document */
 } serve_engine_stats;
 
-int serve_engine_create(const serve_options *options, akv_llama *host, const akv_executor *executor, serve_documents *documents,
-                        serve_turn *turn, serve_engine **out);
+int serve_engine_create(const serve_options *options, akv_llama *host, const akv_executor *executor,
+                        serve_documents *documents, serve_turn *turn, serve_engine **out);
 /* Takes a reference of its own; false: the queue is full, or the server ends. */
 bool serve_engine_submit(serve_engine *engine, serve_job *job, serve_error *error);
 /* No new jobs from now on; waits for those that are there, at most so long, then cancels them. */
@@ -259,18 +271,19 @@ cJSON *serve_reply_logprob(const akv_llama *host, const serve_job *job, const fl
 
 /* ------------------------------------------------------------------------------------------------------------- JSON */
 
-/* Checks what cJSON does not: UTF-8, \u0000 in texts (it would cut them), depth and number of values. Then parses all of it. */
+/* Checks what cJSON does not: UTF-8, \u0000 (it would cut a text), depth, number of values. Then parses all of it. */
 cJSON *serve_json_parse(const char *text, size_t bytes, serve_error *error);
 /* Members of an object; absent or null leaves *out. False with 400 when the type or the range is wrong. */
 bool serve_json_bool(const cJSON *object, const char *name, bool *out, serve_error *error);
-bool serve_json_number(const cJSON *object, const char *name, double min, double max, bool whole, double *out, serve_error *error);
+bool serve_json_number(const cJSON *object, const char *name, double min, double max, bool whole, double *out,
+                       serve_error *error);
 bool serve_json_string(const cJSON *object, const char *name, size_t max_bytes, const char **out, serve_error *error);
 /* A text of bytes that may be no UTF-8: U+FFFD in their place. */
 cJSON *serve_json_lossy(const char *text, size_t bytes);
-/* Bytes of `text` that can be said now: whole characters. With `end` all. Ill-formed bytes count as characters of one byte. */
+/* Bytes of `text` that can be said now: whole characters. Ill-formed bytes count as characters of one byte. */
 size_t serve_utf8_whole(const char *text, size_t bytes);
 
-/* ------------------------------------------------------------------------------------------------------------ server */
+/* ----------------------------------------------------------------------------------------------------------- server */
 
 typedef struct serve_server {
     const serve_options *options;
@@ -281,13 +294,15 @@ typedef struct serve_server {
     serve_documents *documents;
     serve_engine *engine;
     atomic_bool ending;
-    bool check_host; /* no key, loopback: a page of another site must not reach it by a name of its own */
+    bool check_host;          /* no key, loopback: a page of another site must not reach it by a name of its own */
     atomic_ullong answers[6]; /* by hundreds of the status */
 } serve_server;
 
 /* request.c */
-bool serve_request_job(serve_server *server, const char *owner, bool chat, const cJSON *body, serve_job **out, serve_error *error);
-bool serve_request_document(serve_server *server, const char *owner, const cJSON *body, serve_document **out, serve_error *error);
+bool serve_request_job(serve_server *server, const char *owner, bool chat, const cJSON *body, serve_job **out,
+                       serve_error *error);
+bool serve_request_document(serve_server *server, const char *owner, const cJSON *body, serve_document **out,
+                            serve_error *error);
 
 /* metrics.c: text from malloc, or NULL. */
 char *serve_metrics(serve_server *server);

@@ -46,7 +46,7 @@ class Server:
         """Status, decoded JSON (or text), headers."""
         connection = self.connect()
         headers = dict(JSON if headers is None else headers)
-        if key:
+        if key is not None:
             headers["Authorization"] = "Bearer " + key
         if isinstance(body, (dict, list)):
             body = json.dumps(body).encode()
@@ -66,7 +66,7 @@ class Server:
 
     def open_stream(self, path, body, key=None):
         connection = self.connect()
-        headers = dict(JSON, **({"Authorization": "Bearer " + key} if key else {}))
+        headers = dict(JSON, **({"Authorization": "Bearer " + key} if key is not None else {}))
         connection.request("POST", path, body=json.dumps(dict(body, stream=True)).encode(), headers=headers)
         return connection, connection.getresponse()
 
@@ -348,7 +348,7 @@ def test_documents(h, s, text):
     h.check(max(t[0] for t in times) < min(t[-1] for t in times), "one waited for the other's end")
     with_text = s.ask("POST", "/v1/completions", {"prompt": "\nSummary:", "document": d, "temperature": 0, "max_tokens": 4})
     h.check(with_text[0] == 200 and with_text[1]["usage"]["prompt_tokens"] > info["tokens"], "a completion behind a document")
-    return d, alone[0]["choices"][0]["message"]["content"], asks[0]
+    return d, asks[0]
 
 
 def test_deleted_in_use(h, s, d, ask):
@@ -415,12 +415,12 @@ def test_drain(h, s, ask):
 
 def test_restart_and_keys(h, model, folder, keys, text):
     """The folder's document belongs to nobody with a key; keys see their own; a budget makes smaller, spills, fetches."""
-    s = Server(h, model, "--documents", folder, "--api-key-file", keys, "--budget", "1200K", "--slots", "1")
+    s = Server(h, model, "--documents", folder, "--api-key-file", keys, "--budget", "2000K", "--slots", "1")
     h.check(s.ask("GET", "/health")[0] == 200 and s.ask("GET", "/")[0] == 200, "health and page need no key")
-    for key in (None, "wrong", "key-on", "key-one ", "key-onf"):
+    for key in (None, "wrong", "key-on", "key-onf", "key-onee", ""):
         status, e, headers = s.ask("GET", "/v1/documents", key=key)
         h.check(status == 401 and e["error"]["code"] == "invalid_api_key" and headers["WWW-Authenticate"] == "Bearer",
-                f"key {key}: {status} {e}") if key != "key-one " else None
+                f"key {key}: {status} {e}")
     h.check(s.ask("POST", "/v1/chat/completions", chat("x"))[0] == 401, "an answer without a key")
     h.check(s.ask("GET", "/v1/documents", key="key-one")[1]["data"] == [], "another's document is listed")
     h.check(s.ask("GET", "/v1/models", key="key-two")[0] == 200, "the second key")
@@ -434,22 +434,25 @@ def test_restart_and_keys(h, model, folder, keys, text):
     h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=mine, max_tokens=2), key="key-one")[0] == 200, "own document")
     # two documents in memory for one: the older one gives way and comes back
     h.check(s.metric("retargets_total") + s.metric("spills_total") > 0, f"nothing gave way for {first}")
-    h.check(s.metric("kv_bytes{kind=\"documents\"}") <= 1200 * 1024, "more than the budget")
+    h.check(s.metric("kv_bytes{kind=\"documents\"}") <= 2000 * 1024, "more than the budget")
     s.end()
     return mine
 
 
-def test_folder(h, model, folder, old, answer, ask, keys, mine):
+def test_folder(h, model, folder, old, ask, mine):
     h.check(sorted(n for n in os.listdir(folder) if n.startswith("doc-")) == sorted([old + ".akv", mine + ".akv"]), f"{os.listdir(folder)}")
     h.check(not [n for n in os.listdir(folder) if not n.startswith("doc-")], f"left behind: {os.listdir(folder)}")
     with open(os.path.join(folder, "doc-" + "0" * 24 + ".akv"), "wb") as f:
         f.write(b"no document")
-    s = Server(h, model, "--documents", folder, "--slots", "1", "--timeout", "1")
+    s = Server(h, model, "--documents", folder, "--slots", "1", "--timeout", "1", "--budget", "2000K")
     listed = s.ask("GET", "/v1/documents")[1]["data"]
     h.check([d["id"] for d in listed] == [old] and listed[0]["status"] == "ready", f"after a restart: {listed}")
     h.check(any("left alone" in line for line in s.lines), "a damaged file in the folder is not mentioned")
     again = s.ask("POST", "/v1/chat/completions", dict(ask, max_tokens=8))
-    h.check(again[0] == 503 or answer.startswith(again[1]["choices"][0]["message"]["content"]), f"after a restart: {again}")
+    h.check(again[0] == 200 or again[1]["error"]["code"] == "timeout", f"after a restart: {again}")
+    h.check(s.metric("fetches_total") == (1 if listed[0]["on_disk"] else 0), f"not fetched: {listed}")
+    now = s.ask("GET", "/v1/documents/" + old)[1]
+    h.check(now["bytes"] <= 2000 * 1024 and now["ratio"] > 6 and not now["on_disk"], f"smaller and here: {now}")
     late = s.ask("POST", "/v1/completions", {"prompt": "1 2 3", "temperature": 0, "max_tokens": 2000, "logprobs": 0})
     h.check(late[0] == 503 and late[1]["error"]["code"] == "timeout", f"an answer beyond --timeout: {str(late)[:200]}")
     h.check(s.ask("DELETE", "/v1/documents/" + old)[0] == 200 and not os.path.exists(os.path.join(folder, old + ".akv")), "delete leaves the file")
@@ -491,14 +494,14 @@ def main():
         s = Server(h, options.model, "--documents", documents, "--slots", "2", "--queue", "1", "--max-body", "200K")
         test_errors(h, s)
         test_answers(h, s)
-        d, answer, ask = test_documents(h, s, text)
+        d, ask = test_documents(h, s, text)
         test_limits(h, s)
         copy = s.upload(text, ratio=4)
         s.wait_ready(copy)
         test_deleted_in_use(h, s, copy, dict(ask, document=copy))
         test_drain(h, s, ask)
         mine = test_restart_and_keys(h, options.model, documents, keys, text)
-        test_folder(h, options.model, documents, d, answer, ask, keys, mine)
+        test_folder(h, options.model, documents, d, ask, mine)
     return h.end()
 
 

@@ -126,6 +126,22 @@ static void budget_holds(void)
     }
     akv_pool_stats s = stats_of(pool);
     CHECK(s.spills > 0 && s.spilled_documents > 0 && s.documents == 12);
+    /* what is said of each adds up to what is said of all, and asking moves nothing */
+    uint64_t here = 0, away = 0, by_kind = 0;
+    for (uint64_t i = 0; i < 12; i++) {
+        akv_pool_document d1;
+        akv_pool_document_init(&d1);
+        CHECK_STATUS(akv_pool_get_document(pool, id[i], &d1, &diag), AKV_OK, &diag);
+        CHECK(d1.dense_bytes == SEGMENTS * 700 * 2 * (32 + 32) * 2 && d1.bytes.total > 0 && d1.bytes.total < d1.dense_bytes);
+        here += d1.spilled ? 0 : d1.bytes.total;
+        away += d1.spilled ? d1.bytes.total : 0;
+        for (size_t k = 1; k < sizeof d1.bytes / sizeof(uint64_t); k++)
+            by_kind += (&d1.bytes.total)[k];
+    }
+    CHECK(here == s.resident_bytes && away == s.spilled_bytes && by_kind == here && stats_of(pool).fetches == s.fetches);
+    akv_pool_document none;
+    akv_pool_document_init(&none);
+    CHECK_STATUS(akv_pool_get_document(pool, 999, &none, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     for (int round = 0; round < 3; round++)
         for (uint64_t i = 0; i < 12;
              i++) { /* every document is there, with all its tokens, and what it decodes to is stable */

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * switch.c - several conversations in turn in one context B answer as each does alone; hosts beside each other share a model.
+ * switch.c - several conversations in turn in one context B answer as each does alone; hosts beside each other share a
+ * model.
  *
  * usage: switch SCRATCH-FOLDER
  */
@@ -102,7 +103,8 @@ static void test_in_turn(setting *s, const char *name)
         CHECK_OK(akv_llama_conversation_create(s->host, document_of(s, i), &c[i], diag));
     for (int r = 0; r < ROUNDS; r++)
         for (int k = 0; k < CONVERSATIONS; k++) {
-            const int i = (k + r) % CONVERSATIONS; /* the one that comes last comes first in the next round: no switch there */
+            const int i =
+                (k + r) % CONVERSATIONS; /* the one that comes last comes first in the next round: no switch there */
             CHECK_OK(akv_llama_switch(s->host, c[i], diag));
             CHECK(!akv_llama_logits(s->host, -1) || (r > 0 && k == 0), "logits of another conversation");
             say(s->host, s->rest[i], r);
@@ -112,8 +114,8 @@ static void test_in_turn(setting *s, const char *name)
             free(logits);
             CHECK(akv_llama_conversation_bytes(c[i]) == 0, "the conversation in B counts as set aside");
         }
-    printf("%s: largest difference of a logit to the same conversation alone %.3g, to another one at least %.3g\n", name, most,
-           least_other);
+    printf("%s: largest difference of a logit to the same conversation alone %.3g, to another one at least %.3g\n",
+           name, most, least_other);
     CHECK(most < 1e-4, "%g", most);
     CHECK(least_other > 1e-2, "%g: the control does not differ", least_other);
 
