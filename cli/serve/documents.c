@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * documents.c - what was uploaded, by key; one thread reads and compresses it in the order of arrival; akv_pool holds
- * the bytes.
+ * documents.c - what was uploaded, by key; what requests ask of it. reader.c reads it, akv_pool holds the
+ * bytes.
  */
-#include "serve.h"
+#include "documents.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,32 +17,9 @@ const char *const serve_state_names[SERVE_NUM_STATES] = {"queued", "reading", "c
 enum { ROOM_TOKENS = 256 };
 /* Failed ones too, which no budget of bytes bounds. */
 enum { MAX_DOCUMENTS = 4096 };
-/* Compression takes about a fifth of the time of reading. */
-#define READ_SHARE 0.85
 
-struct serve_documents {
-    const serve_options *options;
-    akv_llama *host;   /* texts */
-    akv_llama *reader; /* the thread's */
-    akv_threads *threads;
-    serve_turn *turn;
-    akv_pool *pool;
-    uint32_t context;
-    pthread_t thread;
-    bool has_thread;
 
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    serve_document *first; /* newest first; one reference each */
-    serve_document *current;
-    uint64_t waiting;
-    bool stop;
-    uint64_t tokens_read;
-    double read_seconds;
-};
-
-/* With the lock. */
-static void unref(serve_document *d)
+void serve_document_unref(serve_document *d)
 {
     if (--d->references > 0)
         return;
@@ -58,139 +35,8 @@ void serve_document_release(serve_documents *s, serve_document *d)
     if (d == NULL)
         return;
     pthread_mutex_lock(&s->lock);
-    unref(d);
+    serve_document_unref(d);
     pthread_mutex_unlock(&s->lock);
-}
-
-/* ---------------------------------------------------------------------------------------------------------- reading */
-
-static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint64_t total)
-{
-    serve_documents *s = opaque;
-    pthread_mutex_lock(&s->lock);
-    serve_document *d = s->current;
-    const bool stop = s->stop || (d != NULL && d->deleted);
-    if (d != NULL && stage == AKV_LLAMA_STAGE_PREFILL) {
-        d->tokens_read = done < d->num_tokens ? done : d->num_tokens;
-        d->progress = READ_SHARE * (double)d->tokens_read / (double)d->num_tokens;
-    } else if (d != NULL && stage == AKV_LLAMA_STAGE_COMPRESS && total > 0) {
-        d->state = SERVE_COMPRESSING;
-        d->tokens_read = d->num_tokens;
-        d->progress = READ_SHARE + (1.0 - READ_SHARE) * (double)done / (double)total;
-    }
-    pthread_mutex_unlock(&s->lock);
-    serve_turn_yield(s->turn);
-    return stop;
-}
-
-/* What a store is without its segments, so that they can be smaller, or away, when it is needed. */
-static bool keep_parts(serve_document *d, const akv_llama_store_parts *parts)
-{
-    akv_llama_layer *layers = malloc(parts->num_layers * sizeof *layers);
-    void *state = parts->native_state_bytes > 0 ? malloc((size_t)parts->native_state_bytes) : NULL;
-    if (layers == NULL || (parts->native_state_bytes > 0 && state == NULL)) {
-        free(layers);
-        free(state);
-        return false;
-    }
-    memcpy(layers, parts->layers, parts->num_layers * sizeof *layers);
-    if (state != NULL)
-        memcpy(state, parts->native_state, (size_t)parts->native_state_bytes);
-    d->parts = *parts;
-    d->parts.tokens = d->tokens;
-    d->parts.layers = layers;
-    d->parts.segments = NULL;
-    d->parts.native_state = state;
-    return true;
-}
-
-static akv_status compress(serve_documents *s, serve_document *d, akv_llama_store **store, akv_diag *diag)
-{
-    akv_config config;
-    akv_config_init(&config);
-    config.keep_ratio = d->keep_ratio;
-    config.seed = s->options->seed;
-    akv_status status = akv_llama_prefill(s->reader, d->tokens, d->num_tokens, 0, diag);
-    if (status == AKV_OK)
-        status = akv_llama_compress(s->reader, AKV_LLAMA_ANCHOR, &config, store, diag);
-    akv_llama_free_dense(s->reader, NULL);
-    return status;
-}
-
-static void read_one(serve_documents *s, serve_document *d)
-{
-    akv_diag diag = {AKV_OK, ""};
-    akv_llama_store *store = NULL;
-    akv_llama_store_parts parts;
-    akv_llama_store_parts_init(&parts);
-    uint64_t id = 0;
-    const double start = cli_now();
-    serve_turn_take(s->turn);
-    akv_status status = compress(s, d, &store, &diag);
-    serve_turn_give(s->turn);
-    if (status == AKV_OK)
-        status = akv_llama_store_get_parts(store, &parts, &diag);
-    if (status == AKV_OK && !keep_parts(d, &parts))
-        status = AKV_E_NO_MEMORY;
-    if (status == AKV_OK)
-        status = akv_pool_add(s->pool, parts.segments, parts.num_segments, &id, &diag);
-    const bool saved = status == AKV_OK && serve_folder_save(s->options->folder, d, store);
-    akv_llama_store_release(store);
-
-    pthread_mutex_lock(&s->lock);
-    s->tokens_read += d->num_tokens;
-    s->read_seconds += cli_now() - start;
-    s->current = NULL;
-    const bool gone = d->deleted;
-    if (status == AKV_OK && !gone) {
-        d->pool_id = id;
-        d->state = SERVE_READY;
-        d->progress = 1.0;
-    } else if (status != AKV_OK) {
-        d->state = SERVE_FAILED;
-        akv_llama_free_tokens(d->tokens);
-        d->tokens = NULL;
-        snprintf(d->error, sizeof d->error, "%.500s", diag.message[0] != '\0' ? diag.message : akv_status_str(status));
-    }
-    pthread_mutex_unlock(&s->lock);
-    if (status == AKV_OK && gone) {
-        akv_pool_remove(s->pool, id, NULL);
-        if (saved)
-            serve_folder_remove(s->options->folder, d->id);
-    }
-}
-
-/* With the lock: the one that waits longest, which is the last in the list. */
-static serve_document *oldest_queued(const serve_documents *s)
-{
-    serve_document *found = NULL;
-    for (serve_document *d = s->first; d != NULL; d = d->next)
-        if (d->state == SERVE_QUEUED)
-            found = d;
-    return found;
-}
-
-static void *run(void *opaque)
-{
-    serve_documents *s = opaque;
-    pthread_mutex_lock(&s->lock);
-    while (!s->stop) {
-        serve_document *d = oldest_queued(s);
-        if (d == NULL) {
-            pthread_cond_wait(&s->changed, &s->lock);
-            continue;
-        }
-        d->references++;
-        d->state = SERVE_READING;
-        s->waiting--;
-        s->current = d;
-        pthread_mutex_unlock(&s->lock);
-        read_one(s, d);
-        pthread_mutex_lock(&s->lock);
-        unref(d);
-    }
-    pthread_mutex_unlock(&s->lock);
-    return NULL;
 }
 
 /* --------------------------------------------------------------------------------------------------- start and end */
@@ -242,7 +88,7 @@ int serve_documents_create(const serve_options *options, akv_llama *host, serve_
     akv_llama_options_init(&o);
     o.num_threads = options->threads;
     o.batch_tokens = 256; /* progress is told by batches */
-    o.progress = on_progress;
+    o.progress = serve_reader_progress;
     o.progress_opaque = s;
     if (status == AKV_OK) {
         o.executor = akv_threads_executor(s->threads);
@@ -255,7 +101,7 @@ int serve_documents_create(const serve_options *options, akv_llama *host, serve_
     int code = serve_folder_open(options->folder);
     if (code == CLI_OK)
         code = serve_folder_load(options->folder, host, on_found, s);
-    if (code == CLI_OK && pthread_create(&s->thread, NULL, run, s) != 0)
+    if (code == CLI_OK && pthread_create(&s->thread, NULL, serve_reader_run, s) != 0)
         code = cli_fail(CLI_IO, "the system gives no thread");
     s->has_thread = code == CLI_OK;
     return code;
@@ -283,7 +129,7 @@ void serve_documents_destroy(serve_documents *s)
     while (s->first != NULL) {
         serve_document *d = s->first;
         s->first = d->next;
-        unref(d);
+        serve_document_unref(d);
     }
     akv_pool_destroy(s->pool);
     akv_llama_close(s->reader);

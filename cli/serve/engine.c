@@ -19,7 +19,6 @@ struct serve_engine {
     serve_turn *turn;
     serve_documents *documents;
     serve_generator generator;
-    akv_llama *opener;
     serve_job **slots;  /* [options->slots]; the engine thread's, pointers read under the lock */
     serve_job *running; /* in serve_generate now */
     pthread_t thread;
@@ -41,8 +40,26 @@ static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint6
     return e->running != NULL && (atomic_load(&e->running->cancelled) || cli_now() > e->running->deadline);
 }
 
+/* With the lock. Who went away, or waited too long, does not take anybody's place. */
+static void tidy_queue(serve_engine *e)
+{
+    e->last = NULL;
+    for (serve_job **at = &e->first; *at != NULL;) {
+        serve_job *job = *at;
+        if (serve_generate_expire(job)) {
+            *at = job->next;
+            e->queued--;
+            serve_job_release(e->documents, job);
+        } else {
+            e->last = job;
+            at = &job->next;
+        }
+    }
+}
+
 static void take_from_queue(serve_engine *e)
 {
+    tidy_queue(e);
     for (uint64_t i = 0; i < e->options->slots && e->first != NULL; i++) {
         if (e->slots[i] != NULL)
             continue;
@@ -152,16 +169,16 @@ int serve_engine_create(const serve_options *options, akv_llama *host, const akv
     akv_status status = akv_llama_open_beside(host, &o, &e->generator.host, &diag);
     o.progress = NULL;
     if (status == AKV_OK)
-        status = akv_llama_open_beside(host, &o, &e->opener, &diag);
+        status = akv_llama_open_beside(host, &o, &e->generator.opener, &diag);
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);
-    e->generator.opener = e->opener;
     e->generator.documents = documents;
     e->generator.vocab_tokens = model.vocab_tokens;
     e->generator.batch_tokens = o.batch_tokens;
     e->generator.scratch = calloc(model.vocab_tokens, 2 * sizeof(double));
+    e->generator.opening_logits = calloc(model.vocab_tokens, sizeof(float));
     e->slots = calloc(options->slots, sizeof(serve_job *));
-    if (e->generator.scratch == NULL || e->slots == NULL)
+    if (e->generator.scratch == NULL || e->generator.opening_logits == NULL || e->slots == NULL)
         return cli_fail(CLI_NO_MEMORY, "no memory for the server");
     if (pthread_create(&e->thread, NULL, run, e) != 0)
         return cli_fail(CLI_IO, "the system gives no thread");
@@ -227,10 +244,7 @@ void serve_engine_destroy(serve_engine *e)
         pthread_mutex_unlock(&e->lock);
         pthread_join(e->thread, NULL);
     }
-    akv_llama_store_release(e->generator.opening);
-    akv_llama_close(e->generator.host);
-    akv_llama_close(e->opener);
-    free(e->generator.scratch);
+    serve_generator_free(&e->generator);
     free(e->slots);
     pthread_cond_destroy(&e->changed);
     pthread_mutex_destroy(&e->lock);

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-void serve_generate_forget(serve_job *job)
+static void forget(serve_job *job)
 {
     akv_llama_conversation_free(job->conversation);
     akv_llama_store_release(job->store);
@@ -25,7 +25,7 @@ static void end(serve_job *job, const char *finish, const serve_error *error)
         cJSON_Delete(job->pending_logprobs);
     job->pending_logprobs = NULL;
     cli_buffer_free(&job->pending);
-    serve_generate_forget(job);
+    forget(job);
     serve_reply_end(job, finish, error);
 }
 
@@ -37,8 +37,7 @@ static bool fail(serve_job *job, akv_status status, const akv_diag *diag)
     return true;
 }
 
-/* Why a job must stop, if it must: the client went away, or its time is over. */
-static bool is_over(serve_job *job)
+bool serve_generate_expire(serve_job *job)
 {
     serve_error error = {0};
     if (atomic_load(&job->cancelled))
@@ -64,6 +63,9 @@ static akv_status opening(serve_generator *g, int32_t token, akv_diag *diag)
     akv_config_init(&config);
     akv_llama_store *store = NULL;
     akv_status status = akv_llama_prefill(g->opener, &token, 1, 0, diag);
+    const float *logits = status == AKV_OK ? akv_llama_logits(g->opener, -1) : NULL;
+    if (logits != NULL)
+        memcpy(g->opening_logits, logits, g->vocab_tokens * sizeof *logits);
     if (status == AKV_OK)
         status = akv_llama_compress(g->opener, AKV_LLAMA_EXACT, &config, &store, diag);
     akv_llama_free_dense(g->opener, NULL);
@@ -88,7 +90,7 @@ static bool begin(serve_generator *g, serve_job *job)
         if (status != AKV_OK)
             return !fail(job, status, &diag);
         job->store = akv_llama_store_retain(g->opening);
-        job->prompt_done = job->num_prompt > 1 ? 1 : 0; /* the last token is always decoded, for its logits */
+        job->prompt_done = 1;
     }
     const akv_status status = akv_llama_conversation_create(g->host, job->store, &job->conversation, &diag);
     return status == AKV_OK || !fail(job, status, &diag);
@@ -200,12 +202,11 @@ static bool say(serve_job *job, const char *piece, size_t bytes, cJSON *logprob)
     return false;
 }
 
-/* The next token from the logits that are there. True: the answer is over. */
-static bool next_token(serve_generator *g, serve_job *job)
+/* The next token from these logits. True: the answer is over. */
+static bool next_token(serve_generator *g, serve_job *job, const float *logits)
 {
     akv_diag diag = {AKV_OK, ""};
     serve_error error = {0};
-    const float *logits = akv_llama_logits(g->host, -1);
     const int64_t token = logits == NULL ? -1 : sample(g, job, logits);
     if (token < 0) {
         serve_fail(&error, 500, "internal_error", NULL, "the model gave logits that are no numbers");
@@ -244,7 +245,7 @@ static bool decode(serve_generator *g, serve_job *job, const int32_t *tokens, si
     const akv_status status = akv_llama_decode(g->host, tokens, n, AKV_LLAMA_LOGITS_LAST, &diag);
     if (status == AKV_OK)
         return true;
-    if (status != AKV_E_CANCELLED || !is_over(job))
+    if (status != AKV_E_CANCELLED || !serve_generate_expire(job))
         fail(job, status, &diag);
     return false;
 }
@@ -253,10 +254,14 @@ bool serve_generate(serve_generator *g, serve_job *job, double seconds)
 {
     akv_diag diag = {AKV_OK, ""};
     const double start = cli_now();
-    if (is_over(job))
+    if (serve_generate_expire(job))
         return true;
-    if (job->conversation == NULL && !begin(g, job))
-        return true;
+    if (job->conversation == NULL) {
+        if (!begin(g, job))
+            return true;
+        if (job->prompt_done == job->num_prompt) /* a prompt of one token, which stands in the opening */
+            return next_token(g, job, g->opening_logits);
+    }
     akv_status status = akv_llama_switch(g->host, job->conversation, &diag);
     if (status != AKV_OK)
         return fail(job, status, &diag);
@@ -267,12 +272,22 @@ bool serve_generate(serve_generator *g, serve_job *job, double seconds)
         job->prompt_done += n;
         g->prompt_tokens += n;
         g->prompt_seconds += cli_now() - start;
-        return job->prompt_done == job->num_prompt && next_token(g, job);
+        return job->prompt_done == job->num_prompt && next_token(g, job, akv_llama_logits(g->host, -1));
     }
     bool over = false;
     do {
-        over = !decode(g, job, &job->token, 1) || next_token(g, job) || is_over(job);
+        over = !decode(g, job, &job->token, 1) || next_token(g, job, akv_llama_logits(g->host, -1)) ||
+               serve_generate_expire(job);
     } while (!over && cli_now() - start < seconds);
     g->generate_seconds += cli_now() - start;
     return over;
+}
+
+void serve_generator_free(serve_generator *g)
+{
+    akv_llama_store_release(g->opening);
+    akv_llama_close(g->host);
+    akv_llama_close(g->opener);
+    free(g->opening_logits);
+    free(g->scratch);
 }

@@ -18,6 +18,8 @@
 enum { IDLE_SECONDS = 30 };
 /* Connections beyond those that can be answered or wait: what asks for documents, metrics, or sits idle. */
 enum { SPARE_CONNECTIONS = 64 };
+/* Bodies of the largest size that may be in memory at the same time. */
+enum { BODIES = 8 };
 
 struct serve_http {
     serve_server *server;
@@ -224,17 +226,28 @@ static void check_early(serve_exchange *x)
 
 /* -------------------------------------------------------------------------------------------------------- a request */
 
+void serve_drop_body(serve_exchange *x)
+{
+    atomic_fetch_sub(&x->server->body_bytes, x->counted);
+    x->counted = 0;
+    cli_buffer_free(&x->body);
+}
+
 static enum MHD_Result on_body(serve_exchange *x, const char *data, size_t *bytes)
 {
     const uint64_t most = x->server->options->max_body;
     x->body_bytes += *bytes;
+    x->counted += *bytes;
+    const uint64_t all = atomic_fetch_add(&x->server->body_bytes, *bytes) + *bytes;
     if (x->early.status == 0 && x->body_bytes > most)
         serve_fail(&x->early, 413, "body_too_large", NULL, "the body is larger than %llu bytes",
                    (unsigned long long)most);
+    if (x->early.status == 0 && all > BODIES * most)
+        serve_fail(&x->early, 503, "busy", NULL, "too much is being sent at the same time; try again later");
     if (x->early.status == 0 && !cli_buffer_add(&x->body, data, *bytes))
         serve_fail(&x->early, 503, "no_memory", NULL, "no memory for the request");
     if (x->early.status != 0)
-        cli_buffer_free(&x->body); /* the rest is read so that the answer gets through, and dropped */
+        serve_drop_body(x); /* the rest is read so that the answer gets through */
     *bytes = 0;
     return x->body_bytes > 2 * most + 1048576 ? MHD_NO : MHD_YES;
 }
@@ -249,6 +262,7 @@ static enum MHD_Result on_request(void *opaque, struct MHD_Connection *connectio
         if (x == NULL)
             return MHD_NO;
         x->server = opaque;
+        atomic_fetch_add(&x->server->exchanges, 1);
         x->connection = connection;
         x->path = path;
         x->method = method;
@@ -280,7 +294,8 @@ static void on_completed(void *opaque, struct MHD_Connection *connection, void *
             atomic_store(&x->job->cancelled, true);
         serve_job_release(x->server->documents, x->job);
     }
-    cli_buffer_free(&x->body);
+    serve_drop_body(x);
+    atomic_fetch_sub(&x->server->exchanges, 1);
     free(x);
     *state = NULL;
 }
@@ -365,8 +380,11 @@ int serve_http_start(serve_server *server, serve_http **out, uint16_t *port)
     return http->daemon != NULL ? CLI_OK : cli_fail(CLI_IO, "cannot start the HTTP server: %s", strerror(errno));
 }
 
-void serve_http_refuse(serve_http *http)
+void serve_http_refuse(serve_http *http, double seconds)
 {
+    const double until = cli_now() + seconds;
+    while (atomic_load(&http->server->exchanges) > 0 && cli_now() < until)
+        usleep(20000);
     const MHD_socket fd = MHD_quiesce_daemon(http->daemon);
     if (fd != MHD_INVALID_SOCKET)
         close(fd);

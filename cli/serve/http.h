@@ -15,12 +15,15 @@ typedef struct serve_exchange {
     char owner[SERVE_OWNER_BYTES];
     cli_buffer body;
     uint64_t body_bytes; /* received, kept or not */
+    uint64_t counted;    /* of them, in the server's sum */
     serve_error early;   /* known before the body is there */
     serve_job *job;      /* while it is streamed */
 } serve_exchange;
 
 /* Answers, or makes the answer and begins to stream it. */
 enum MHD_Result serve_route(serve_exchange *x);
+/* The body is not needed any more. */
+void serve_drop_body(serve_exchange *x);
 /* Takes over the tree. */
 enum MHD_Result serve_send_json(serve_exchange *x, unsigned status, cJSON *root);
 enum MHD_Result serve_send_error(serve_exchange *x, const serve_error *error);

@@ -260,7 +260,7 @@ static void finish(const serve_options *o, parts *p)
         cli_note("ending: answers that are being made may take %.0f seconds more", o->drain);
     serve_documents_stop(p->server.documents);
     serve_engine_drain(p->server.engine, o->drain);
-    serve_http_refuse(p->http);
+    serve_http_refuse(p->http, 5.0); /* an answer that is made is not sent yet */
 }
 
 static int serve(const serve_options *o)

@@ -155,7 +155,7 @@ static bool read_messages(const cJSON *body, message **out, size_t *count, serve
     return true;
 }
 
-/* One user's turn. Behind a document the system's text cannot stand before it any more: it comes before the question. */
+/* One user's turn. A document stands first: the system's text comes before the question instead. */
 static bool render_user(const akv_llama *host, bool document, bool first, const char *system, const message *m,
                         token_list *list, serve_error *error)
 {

@@ -80,7 +80,7 @@ static enum MHD_Result complete(serve_exchange *x, bool chat)
     cJSON *body = body_of(x, &error);
     bool ok = body != NULL && serve_request_job(x->server, x->owner, chat, body, &job, &error);
     cJSON_Delete(body);
-    cli_buffer_free(&x->body);
+    serve_drop_body(x);
     ok = ok && serve_engine_submit(x->server->engine, job, &error);
     if (!ok) {
         serve_job_release(x->server->documents, job);
@@ -109,7 +109,7 @@ static enum MHD_Result add_document(serve_exchange *x)
     cJSON *body = body_of(x, &error);
     const bool ok = body != NULL && serve_request_document(x->server, x->owner, body, &d, &error);
     cJSON_Delete(body);
-    cli_buffer_free(&x->body);
+    serve_drop_body(x);
     if (!ok)
         return serve_send_error(x, &error);
     const enum MHD_Result result = serve_send_json(x, 202, serve_document_json(x->server->documents, d));

@@ -9,13 +9,14 @@
  *   reply.c      a job -> JSON or server-sent events
  *   engine.c     one thread that computes all answers in turn
  *   generate.c   one answer: prompt, tokens, texts, stop strings
- *   documents.c  documents by key; one thread that reads and compresses them
+ *   documents.c  documents by key
+ *   reader.c     one thread that reads and compresses them
  *   folder.c     documents in a folder
  *   metrics.c    /metrics
  *   json.c       limits for JSON from outside, and small helpers
  *
- * Threads: one a connection (HTTP), the engine, the reader. What computes takes its turn (serve_turn), so that there are
- * never more threads at work than were asked for.
+ * Threads: one a connection (HTTP), the engine, the reader. What computes takes its turn (serve_turn), so that there
+ * are never more threads at work than were asked for.
  */
 #ifndef AKV_CLI_SERVE_H
 #define AKV_CLI_SERVE_H
@@ -191,7 +192,7 @@ typedef struct serve_job {
     double temperature, top_p;
     int top_logprobs; /* -1: no logprobs */
     char *stops[SERVE_MAX_STOPS];
-    size_t num_stops, longest_stop;
+    size_t num_stops;
     double deadline; /* cli_now() */
 
     /* the engine's */
@@ -253,6 +254,7 @@ typedef struct serve_generator {
     uint32_t vocab_tokens;
     uint32_t batch_tokens;
     akv_llama_store *opening; /* of the last such token */
+    float *opening_logits;    /* [vocab_tokens] behind it */
     double *scratch;          /* [2 * vocab_tokens] */
     uint64_t prompt_tokens, generated_tokens;
     double prompt_seconds, generate_seconds;
@@ -260,7 +262,9 @@ typedef struct serve_generator {
 
 /* Goes on with a job for about so long, at least a batch or a token. True: it is over. */
 bool serve_generate(serve_generator *generator, serve_job *job, double seconds);
-void serve_generate_forget(serve_job *job); /* its conversation and store */
+/* Ends a job that nobody waits for, or whose time is over. True: it is over. */
+bool serve_generate_expire(serve_job *job);
+void serve_generator_free(serve_generator *generator);
 
 /* reply.c: events or text into the job; called by the engine. */
 void serve_reply_text(serve_job *job, const char *text, size_t bytes, cJSON *logprobs);
@@ -296,6 +300,8 @@ typedef struct serve_server {
     atomic_bool ending;
     bool check_host;          /* no key, loopback: a page of another site must not reach it by a name of its own */
     atomic_ullong answers[6]; /* by hundreds of the status */
+    atomic_uint exchanges;    /* requests whose answers are not out */
+    atomic_ullong body_bytes; /* of requests that are being received */
 } serve_server;
 
 /* request.c */
@@ -309,7 +315,8 @@ char *serve_metrics(serve_server *server);
 
 typedef struct serve_http serve_http;
 int serve_http_start(serve_server *server, serve_http **out, uint16_t *port);
-void serve_http_refuse(serve_http *http); /* no new connections */
+/* Lets answers get out, at most so long; then no new connections. */
+void serve_http_refuse(serve_http *http, double seconds);
 void serve_http_stop(serve_http *http);
 
 extern const unsigned char serve_page[];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * switch.c - several conversations in turn in one context B. One that waits keeps its segments by reference and the used
- * part of B's cells as bytes: a context for each would take 256 cells at least, and buffers for computing beside them.
+ * switch.c - several conversations in turn in one context B. One that waits keeps its segments by reference and the
+ * used part of B's cells as bytes: a context for each would take 256 cells at least, and buffers for computing.
  */
 #include "host.h"
 

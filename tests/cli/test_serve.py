@@ -280,6 +280,10 @@ def test_answers(h, s):
     greedy = s.ask("POST", "/v1/completions", dict(warm, temperature=0))[1]["choices"][0]["text"]
     h.check(narrow == greedy, f"top_p near 0 is not the likeliest: {narrow!r}, {greedy!r}")
 
+    # a prompt of one token is read once: what follows is what follows it behind a space too
+    a, b = (s.ask("POST", "/v1/completions", {"prompt": p, "temperature": 0, "max_tokens": 1, "logprobs": 1})[1] for p in ("The", "The The"))
+    h.check(a["usage"]["prompt_tokens"] == 1 and a["choices"][0]["logprobs"] != b["choices"][0]["logprobs"], f"one token: {a} {b}")
+
     # stop strings, also across tokens, streamed and not
     words = greedy.split(" ")
     stop = (words[3] + " " + words[4])[:-1]
