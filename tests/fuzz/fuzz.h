@@ -6,6 +6,7 @@
  *   fuzz_segment    akv_segment_open, then decode, attend, retarget, cut
  *   fuzz_document   akv_document_open with checksums put right, verify, every segment
  *   fuzz_compress   shapes, settings and data drawn from the bytes through akv_compress and back
+ *   fuzz_request    bodies of requests to akv serve
  */
 #ifndef AKV_FUZZ_H
 #define AKV_FUZZ_H
