@@ -34,11 +34,12 @@ int cli_exit_of(akv_status status);
 
 /* "akv: error: ..." on standard error; returns `code` so that callers can `return cli_fail(...)`. */
 int cli_fail(int code, const char *format, ...) __attribute__((format(printf, 2, 3)));
-#ifdef __clang_analyzer__ /* it does not see into the other file that what is given is what is returned */
-#  define cli_fail(code, ...) (cli_fail(code, __VA_ARGS__), (code))
-#endif
 /* The same with the library's message. An interruption gets no message, only its exit code. */
 int cli_fail_diag(akv_status status, const akv_diag *diag, const char *what);
+#ifdef __clang_analyzer__ /* it does not see into the other file what these return: what is given, and not CLI_OK */
+#  define cli_fail(code, ...) (cli_fail(code, __VA_ARGS__), (code))
+#  define cli_fail_diag(status, diag, what) (cli_fail_diag(status, diag, what), CLI_INTERNAL)
+#endif
 void cli_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void cli_note(const char *format, ...) __attribute__((format(printf, 1, 2))); /* plain line on standard error */
 

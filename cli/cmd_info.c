@@ -75,7 +75,7 @@ static int info_file(const char *path, const char *json, bool layers, bool secti
     cli_mapping mapping = {NULL, 0};
     akv_document *document = NULL;
     akv_diag diag = {AKV_OK, ""};
-    cli_report report = {0};
+    cli_report report;
     int code = cli_map(path, &mapping);
     if (code != CLI_OK)
         return code;

@@ -46,7 +46,7 @@ int (cli_fail)(int code, const char *format, ...)
     return code;
 }
 
-int cli_fail_diag(akv_status status, const akv_diag *diag, const char *what)
+int (cli_fail_diag)(akv_status status, const akv_diag *diag, const char *what)
 {
     if (status == AKV_E_CANCELLED && cli_interrupted()) {
         cli_note("interrupted");

@@ -53,7 +53,7 @@ if [ -f "$model" ]; then
     cp "$model" "$root/model.gguf"
     head -c 6000 LICENSE >"$root/text.txt"
     inside 'akv pack -m /model.gguf -f /text.txt --ratio 10 -o /text.akv && akv verify /text.akv &&
-            akv ask -m /model.gguf --from /text.akv "What is this text?"'
+            akv ask -q -n 32 -m /model.gguf --from /text.akv "What is this text?"'
 fi
 inside 'dpkg -r anchorkv-cli libanchorkv-dev libanchorkv0 >/dev/null
         if find / -xdev -name "*anchorkv*" -not -path "/packages/*" -not -path "/var/*" -not -path "/proc/*" | grep .; then exit 1; fi'

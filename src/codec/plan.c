@@ -136,6 +136,7 @@ akv_status akv_plan_header(const akv_shape *shape, const akv_config *config, uin
     AKV_TRY(akv_check_shape(shape, diag));
     akv_experiment defaults;
     const akv_experiment *x = akv_experiment_of(config, &defaults);
+    /* akv_check_shape refuses NULL. NOLINTNEXTLINE(clang-analyzer-core.NullDereference) */
     const bool has_positions = shape->has_positions != 0;
 
     h->num_tokens = shape->num_tokens;

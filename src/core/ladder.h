@@ -96,7 +96,8 @@ static inline akv_ladder_view akv_view_ladder(const akv_segment *segment, int si
     v.units = (const uint16_t *)akv_section_of(segment, AKV_SEC_UNITS + side) + (uint64_t)head * v.dim;
     v.index = (const uint8_t *)akv_section_of(segment, AKV_SEC_INDEX + side) + head * akv_div_up(S * v.index_bits, 8);
     v.coeff = (const uint8_t *)akv_section_of(segment, AKV_SEC_COEFF + side) + head * akv_div_up(S, 2);
-    v.levels = (const uint8_t *)akv_section_of(segment, AKV_SEC_LEVELS + side) + head * v.planes * v.plane_bytes;
+    v.levels = (const uint8_t *)akv_section_of(segment, AKV_SEC_LEVELS + side) +
+               (uint64_t)head * v.planes * v.plane_bytes;
     v.basis = (const int8_t *)akv_section_of(segment, AKV_SEC_BASIS + side) + (uint64_t)head * v.basis_cols * v.basis_dim;
     v.basis_scales = (const float *)akv_section_of(segment, AKV_SEC_BASIS_SCALES + side) + (uint64_t)head * v.basis_cols;
     v.sigmas = (const uint16_t *)akv_section_of(segment, AKV_SEC_SIGMAS + side) + (uint64_t)head * v.num_coords;
