@@ -31,9 +31,11 @@ root=${1:-$(mktemp -d)}
 [ $# -gt 0 ] || trap 'rm -rf "$root"' EXIT
 if [ ! -x "$root/usr/bin/dpkg" ]; then
     mirror=$(apt-get indextargets --format '$(REPO_URI) $(CODENAME)' | awk '$2 == "bookworm" { print $1; exit }')
-    # What packages ask for, and what a user of them has: a compiler, pkg-config and CMake.
-    debootstrap --variant=minbase --include=gcc,libc6-dev,libc6,libgomp1,libstdc++6,libcjson1,libedit2,make,pkg-config,cmake \
-        bookworm "$root" "$mirror" >build/deb/debootstrap.log 2>&1 || { tail -n 20 build/deb/debootstrap.log >&2; exit 1; }
+    # What the packages ask for, and what a user of them has: a compiler, pkg-config and CMake.
+    wanted=$(for package in "${packages[@]}"; do dpkg-deb -f "$package" Depends; done | tr ',' '\n' | sed 's/ *(.*//; s/^ *//' |
+        grep -v '^libanchorkv' | sort -u | paste -sd, -)
+    debootstrap --variant=minbase --include="$wanted,gcc,make,pkg-config,cmake" bookworm "$root" "$mirror" \
+        >build/deb/debootstrap.log 2>&1 || { tail -n 20 build/deb/debootstrap.log >&2; exit 1; }
     say "fresh Debian 12 after $((SECONDS - started)) s"
 fi
 mkdir -p "$root/packages" "$root/examples"
