@@ -193,11 +193,13 @@ def markdown(records):
             whole, name = (error, kld), f"**profile {name}**"
         # Variants see the same pieces: the ratio's spread over pieces says more than that of the divergence.
         each = [r["kld"] / base[r["sample"]]["kld"] for r in mine if base and r["sample"] in base]
-        spread = (mean([(x - mean(each)) ** 2 for x in each]) / max(1, len(each) - 1)) ** 0.5 if len(each) > 1 else 0.0
+        spread = ""
+        if len(each) > 1:
+            spread = f"{(mean([(x - mean(each)) ** 2 for x in each]) / (len(each) - 1)) ** 0.5:.2f}"
         ratio = sum(r["dense_bytes"] for r in mine) / sum(r["bytes"] for r in mine)
         out.append(
             f"| {name} | 1/{ratio:.2f} | {error:.5f} | {error / whole[0]:.2f} | {kld:.4f} | {kld / whole[1]:.2f} | "
-            f"{spread:.2f} | {mean([r['top1'] for r in mine]):.3f} | {len(mine)} |"
+            f"{spread} | {mean([r['top1'] for r in mine]):.3f} | {len(mine)} |"
         )
     near = [r for r in records if r["method"] == "cosine"]
     if near:

@@ -72,8 +72,9 @@ class Bench:
         strange = set(self.encode("The ship left the harbour at noon.")) & set(self.tokenizer.all_special_ids)
         if strange:
             raise SystemExit(
-                f"the tokenizer of {path} turns plain words into {self.tokenizer.convert_ids_to_tokens(list(strange))}: this "
-                "version of transformers misreads its files; give the original model, or the version that wrote them"
+                f"the tokenizer of {path} turns plain words into "
+                f"{self.tokenizer.convert_ids_to_tokens(list(strange))}: this version of transformers misreads its files; "
+                "give the original model, or the version that wrote them"
             )
         self.stop = (self.stop | {vocabulary.get(w) for w in STOP_WORDS}) - {None}
 
