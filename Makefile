@@ -33,9 +33,10 @@ build:
 check: deps
 	@tools/check.sh
 
-check-page:
-	@tools/deps.sh browser
-	@python3 tests/cli/test_page.py --require
+check-page: build
+	@tools/deps.sh model browser
+	@python3 tests/cli/test_page.py --require --akv build/release/cli/akv --text demo/gpl-2.txt \
+	    --model '$(or $(AKV_DEPS),.deps)/models/SmolLM2-135M-Instruct.Q4_1.gguf'
 
 check-python:
 	@tools/deps.sh packages

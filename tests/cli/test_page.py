@@ -61,7 +61,7 @@ class Test(Failures, Real):
         # pasted text, with a ratio of one's own
         p.all("#paste-box summary")[0].click()
         p.id("paste-name").send_keys("A note")
-        p.id("paste-text").send_keys("Pasted words.")
+        p.id("paste-text").send_keys("Pasted words. " * 20)
         p.id("ratio").send_keys("20")
         p.all("#paste button")[0].click()
         self.until(
@@ -73,7 +73,7 @@ class Test(Failures, Real):
         sent = [json.loads(r[3]) for r in mock.requests if r[:2] == ("POST", "/v1/documents")]
         self.check(sent[0] == {"name": "light.txt", "text": FRESH}, "the file was not sent as it is")
         self.check(
-            sent[1] == {"name": "A note", "text": "Pasted words.", "ratio": 20}, f"sent for a pasted text: {sent[1]}"
+            sent[1] == {"name": "A note", "text": "Pasted words. " * 20, "ratio": 20}, f"sent for a pasted text: {sent[1]}"
         )
         # a reload finds them again
         p.driver.refresh()
@@ -222,7 +222,7 @@ class Test(Failures, Real):
         p.type(Keys.ENTER)
         self.check(p.tab() == "paste-name", "the paste box does not open by keyboard")
         p.type("By keyboard", Keys.TAB, "Typed words.", Keys.TAB, Keys.ENTER)
-        self.until(lambda: "times smaller" in p.text("#list"), "a text cannot be added by keyboard")
+        self.until(lambda: "kept whole" in p.text("#list"), "a text cannot be added by keyboard")
         for _ in range(8):
             if p.tab() == "By keyboard":
                 break
