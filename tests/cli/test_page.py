@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -323,6 +324,7 @@ def main():
         return 1 if args.require else 77
     if args.shots:
         os.makedirs(args.shots, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the browser ends with the test
     mock = Mock().start()
     with tempfile.TemporaryDirectory() as folder:
         page = Page(os.path.join(folder, "profile"))
