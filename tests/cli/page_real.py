@@ -113,16 +113,21 @@ class Real(Checks):
 
     def questions(self, server):
         p = self.page
+        p.all("#form summary")[0].click()
+        p.id("length").clear()
+        p.id("length").send_keys("24")
         p.id("question").send_keys("Who publishes this licence?", Keys.ENTER)
         self.until(lambda: p.answers() and "the first after" in p.answers()[0], "real: no answer", 120)
         self.shot("real-answer")
         p.asked("And who may change it?")
         self.until(lambda: len(p.answers()) == 2 and "the first after" in p.answers()[1], "real: no second answer", 120)
+        p.id("length").clear()
         p.asked("Repeat the whole licence, word by word.")
         self.until(lambda: len(p.answers()) == 3 and len(p.answers()[2]) > 20, "real: no third answer", 60)
         p.type(Keys.ESCAPE)
         self.until(lambda: "Stopped." in p.answers()[2], "real: Escape does not stop")
         p.id("clear").click()
+        p.id("length").send_keys("24")
         p.asked("In one word: is this a licence?")
         self.until(lambda: p.answers() and "the first after" in p.answers()[0], "real: no answer after a stop", 120)
 

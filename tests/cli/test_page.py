@@ -346,7 +346,7 @@ def main():
                 step()
             if args.akv:
                 with open(args.text, encoding="utf-8") as file:
-                    test.test_server(args.akv, args.model, file.read()[:12000])
+                    test.test_server(args.akv, args.model, file.read()[:5000])
         finally:
             page.driver.quit()
     print(f"{test.failures} of {test.checks} checks failed" if test.failures else f"{test.checks} checks passed")
