@@ -343,7 +343,10 @@ int cli_output_commit(cli_output *o)
         output_free(o);
         return code;
     }
-    if (fsync(o->fd) != 0) {
+    int synced = fsync(o->fd);
+    while (synced != 0 && errno == EINTR && !cli_interrupted())
+        synced = fsync(o->fd);
+    if (synced != 0) {
         code = cli_fail(CLI_IO, "cannot write %s: %s; nothing was changed", o->path, strerror(errno));
         cli_output_abort(o);
         return code;

@@ -312,7 +312,7 @@ static void *counter_alloc(void *opaque, size_t bytes, size_t align)
     counter *c = opaque;
     pthread_mutex_lock(&counter_lock);
     c->total++;
-    int fail = c->fail_at != 0 && c->total >= c->fail_at;
+    int fail = c->fail_at != 0 && (c->once ? c->total == c->fail_at : c->total >= c->fail_at);
     if (align == 0 || align > 64 || (align & (align - 1)) != 0)
         c->misaligned_ask++;
     if (!fail) {

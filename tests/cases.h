@@ -75,6 +75,7 @@ typedef struct counter {
     akv_allocator hooks;
     uint64_t live_bytes, live, total;
     uint64_t fail_at;                          /* allocation number n (from 1) and later ones fail; 0 = never */
+    uint8_t once;                              /* only allocation number fail_at fails */
     uint64_t bad_free;                         /* frees whose size differs from the allocation's */
     uint64_t misaligned_ask;                   /* asks for more than 64 or no power of two */
     uint8_t fill;

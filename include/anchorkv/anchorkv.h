@@ -99,7 +99,10 @@ typedef struct akv_executor {
     uint32_t max_workers; /* how many tasks may run at once, >= 1; bounds scratch memory */
 } akv_executor;
 
-/* A small pthread pool as a ready-made executor. One parallel_for at a time. num_threads counts the caller's thread. */
+/*
+ * A small pthread pool as a ready-made executor. num_threads counts the caller's thread. From several threads at once: one of them
+ * gets the helpers, the others do their tasks themselves.
+ */
 typedef struct akv_threads akv_threads;
 AKV_API akv_status akv_threads_create(uint32_t num_threads, akv_threads **out, akv_diag *diag);
 AKV_API const akv_executor *akv_threads_executor(akv_threads *threads);

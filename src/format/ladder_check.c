@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * ladder_check.c - untrusted bytes in the LADDER coding: what attention reads without looking is looked at here, and bits that
- * nothing reads must be 0, so that equal contents are equal bytes.
+ * ladder_check.c - untrusted bytes in the LADDER coding: what attention reads without looking is looked at here, and
+ * bits that nothing reads must be 0, so that equal contents are equal bytes.
  */
 #include "format/segment_check.h"
 #include "core/ladder.h"
@@ -21,13 +21,14 @@ akv_status akv_check_ladder_header(const akv_header *h, uint64_t bytes, akv_diag
         return CORRUPT("index_bits is %u; %u anchors take %u", h->index_bits, h->num_anchors, index_bits);
     for (int side = 0; side < AKV_SIDES; side++)
         if (h->basis_dim[side] > h->head_dim[side] || h->basis_cols[side] > h->basis_dim[side])
-            return CORRUPT("the %s basis is %u x %u for head_dim %u", side_name[side], h->basis_cols[side], h->basis_dim[side],
-                           h->head_dim[side]);
+            return CORRUPT("the %s basis is %u x %u for head_dim %u", side_name[side], h->basis_cols[side],
+                           h->basis_dim[side], h->head_dim[side]);
     if (h->basis_dim[AKV_SIDE_V] != h->head_dim[AKV_SIDE_V] && h->basis_dim[AKV_SIDE_V] != 0)
-        return CORRUPT("the value basis covers %u of %u coordinates; it must cover all or none", h->basis_dim[AKV_SIDE_V],
-                       h->head_dim[AKV_SIDE_V]);
+        return CORRUPT("the value basis covers %u of %u coordinates; it must cover all or none",
+                       h->basis_dim[AKV_SIDE_V], h->head_dim[AKV_SIDE_V]);
     if (h->code_bytes > bytes)
-        return CORRUPT("code_bytes is %llu in a segment of %llu bytes", (unsigned long long)h->code_bytes, (unsigned long long)bytes);
+        return CORRUPT("code_bytes is %llu in a segment of %llu bytes", (unsigned long long)h->code_bytes,
+                       (unsigned long long)bytes);
     return AKV_OK;
 }
 
@@ -65,8 +66,8 @@ static akv_status check_index(const akv_segment *segment, int side, uint32_t hea
     const akv_ladder_view v = akv_view_ladder(segment, side, head);
     for (uint64_t t = 0; t < h->num_tokens; t++)
         if (akv_ladder_index(&v, t) >= h->num_anchors)
-            return CORRUPT("%s token %llu of head %u refers to anchor %u of %u", side_name[side], (unsigned long long)t, head,
-                           akv_ladder_index(&v, t), h->num_anchors);
+            return CORRUPT("%s token %llu of head %u refers to anchor %u of %u", side_name[side], (unsigned long long)t,
+                           head, akv_ladder_index(&v, t), h->num_anchors);
     return AKV_OK;
 }
 
@@ -76,8 +77,8 @@ static bool slack_set(const uint8_t *row, uint64_t used)
     return used % 8 != 0 && row[used / 8] >> (used % 8) != 0;
 }
 
-/* Attention applies the units to a query that it has turned already, decoding to an anchor before it turns it: the same only when
- * the two coordinates of a plane share their unit. */
+/* Attention applies the units to a query that it has turned already, decoding to an anchor before it turns it: the
+ * same only when the two coordinates of a plane share their unit. */
 static akv_status check_planes(const akv_segment *segment, uint32_t head, akv_diag *diag)
 {
     const akv_header *h = akv_header_of(segment);
@@ -105,7 +106,8 @@ static akv_status check_slack(const akv_segment *segment, int side, uint32_t hea
             return CORRUPT("the %s levels of head %u mark tokens beyond the last one", side_name[side], head);
     for (uint32_t l = 0; l < v.num_levels; l++)
         if (slack_set(v.tables + (uint64_t)l * akv_div_up(v.num_coords, 4), (uint64_t)v.num_coords * 2))
-            return CORRUPT("entries behind the last coordinate of %s level %u of head %u are not zero", side_name[side], l + 1, head);
+            return CORRUPT("entries behind the last coordinate of %s level %u of head %u are not zero", side_name[side],
+                           l + 1, head);
     return AKV_OK;
 }
 
@@ -130,7 +132,8 @@ static bool run_slack_set(const uint8_t *run, uint64_t n, uint32_t bits)
 static akv_status check_runs(const akv_segment *segment, uint64_t residuals[AKV_SIDES], akv_diag *diag)
 {
     const akv_header *h = akv_header_of(segment);
-    const uint64_t *offset = akv_section_of(segment, AKV_SEC_RANKS), blocks = akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS);
+    const uint64_t *offset = akv_section_of(segment, AKV_SEC_RANKS),
+                   blocks = akv_div_up(h->num_tokens, AKV_BLOCK_TOKENS);
     const uint8_t *codes = akv_section_of(segment, AKV_SEC_CODES);
     uint64_t at = 0;
     for (uint32_t head = 0; head < h->num_kv_heads; head++) {
@@ -148,15 +151,15 @@ static akv_status check_runs(const akv_segment *segment, uint64_t residuals[AKV_
                 const uint64_t t0 = block * AKV_BLOCK_TOKENS, rest = h->num_tokens - t0;
                 uint64_t count[1u << 4] = {0};
                 if (*offset++ != at)
-                    return CORRUPT("the %s codes of head %u, block %llu do not begin where the ones before end", side_name[side],
-                                   head, (unsigned long long)block);
+                    return CORRUPT("the %s codes of head %u, block %llu do not begin where the ones before end",
+                                   side_name[side], head, (unsigned long long)block);
                 for (uint64_t i = 0; i < (rest < AKV_BLOCK_TOKENS ? rest : AKV_BLOCK_TOKENS); i++) {
                     uint32_t l = 0;
                     for (uint32_t p = 0; p < v->planes; p++)
                         l |= ((uint32_t)(v->levels[p * v->plane_bytes + (t0 + i) / 8] >> (i % 8)) & 1u) << p;
                     if (l > h->num_levels)
-                        return CORRUPT("%s token %llu of head %u has level %u of %u", side_name[side], (unsigned long long)(t0 + i),
-                                       head, l, h->num_levels);
+                        return CORRUPT("%s token %llu of head %u has level %u of %u", side_name[side],
+                                       (unsigned long long)(t0 + i), head, l, h->num_levels);
                     count[l]++;
                 }
                 for (uint32_t l = 1; l <= h->num_levels; l++) {
@@ -169,13 +172,14 @@ static akv_status check_runs(const akv_segment *segment, uint64_t residuals[AKV_
                         return CORRUPT("the codes of head %u, block %llu end beyond the section", head,
                                        (unsigned long long)block);
                     if (run_slack_set(run, count[l], bits[side][l]))
-                        return CORRUPT("unused bits of the %s codes of head %u, block %llu, level %u are not zero", side_name[side],
-                                       head, (unsigned long long)block, l);
+                        return CORRUPT("unused bits of the %s codes of head %u, block %llu, level %u are not zero",
+                                       side_name[side], head, (unsigned long long)block, l);
                 }
             }
     }
     if (*offset != at)
-        return CORRUPT("the codes end at byte %llu, the offsets say %llu", (unsigned long long)at, (unsigned long long)*offset);
+        return CORRUPT("the codes end at byte %llu, the offsets say %llu", (unsigned long long)at,
+                       (unsigned long long)*offset);
     for (; at < h->code_bytes; at++)
         if (codes[at] != 0)
             return CORRUPT("byte %llu behind the last code is not zero", (unsigned long long)at);

@@ -17,6 +17,7 @@ struct akv_threads {
     akv_executor executor;
     uint32_t num_helpers; /* threads besides the caller's */
     pthread_t *helpers;
+    pthread_mutex_t turn; /* held by the caller whom the helpers serve */
     pthread_mutex_t mutex;
     pthread_cond_t work_ready;
     pthread_cond_t work_done;
@@ -84,6 +85,12 @@ static void *helper_main(void *opaque)
 static void parallel_for(void *opaque, void (*fn)(void *arg, size_t task), void *arg, size_t num_tasks)
 {
     akv_threads *t = opaque;
+    /* Somebody else has the helpers (readers of one cache share its executor): the same tasks on this thread, without waiting. */
+    if (pthread_mutex_trylock(&t->turn) != 0) {
+        for (size_t task = 0; task < num_tasks; task++)
+            fn(arg, task);
+        return;
+    }
     pthread_mutex_lock(&t->mutex);
     t->fn = fn;
     t->arg = arg;
@@ -106,6 +113,7 @@ static void parallel_for(void *opaque, void (*fn)(void *arg, size_t task), void 
     while (atomic_load_explicit(&t->active, memory_order_relaxed) != 0)
         pthread_cond_wait(&t->work_done, &t->mutex);
     pthread_mutex_unlock(&t->mutex);
+    pthread_mutex_unlock(&t->turn);
 }
 
 akv_status akv_threads_create(uint32_t num_threads, akv_threads **out, akv_diag *diag)
@@ -120,6 +128,7 @@ akv_status akv_threads_create(uint32_t num_threads, akv_threads **out, akv_diag 
         free(t);
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a pool of %u threads", num_threads);
     }
+    pthread_mutex_init(&t->turn, NULL);
     pthread_mutex_init(&t->mutex, NULL);
     pthread_cond_init(&t->work_ready, NULL);
     pthread_cond_init(&t->work_done, NULL);
@@ -160,6 +169,7 @@ void akv_threads_destroy(akv_threads *t)
     pthread_cond_destroy(&t->work_done);
     pthread_cond_destroy(&t->work_ready);
     pthread_mutex_destroy(&t->mutex);
+    pthread_mutex_destroy(&t->turn);
     free(t->helpers);
     free(t);
 }

@@ -420,6 +420,8 @@ static void no_memory(void)
 
 typedef struct worker {
     akv_cache *shared;
+    const akv_executor *executor; /* everybody's */
+    uint64_t digest[2];           /* of a layer compressed with either profile */
     uint64_t seed;
     float shared_answers[LAYERS * QH * D];
     float own[LAYERS * QH * D];
@@ -430,6 +432,23 @@ static void *work(void *opaque)
 {
     worker *w = opaque;
     w->ok = true;
+    const spec s = {.name = "threads", .S = 300, .H = 2, .G = 2, .dk = 32, .dv = 32, .W = 8, .rotary = 32, .keep = 0.3, .dtype = AKV_F16};
+    fixture f;
+    fixture_make(&s, &f);
+    f.config.executor = w->executor;
+    for (int profile = AKV_PROFILE_PAPER; profile <= AKV_PROFILE_DEFAULT; profile++) {
+        akv_segment *segment = NULL;
+        size_t bytes = 0;
+        f.config.profile = (akv_profile)profile;
+        w->ok = akv_compress(&f.layer, &f.config, &segment, NULL) == AKV_OK && w->ok;
+        const uint8_t *data = akv_segment_data(segment, &bytes);
+        uint64_t digest = 0;
+        for (size_t i = 0; i < bytes; i++)
+            digest = (digest ^ data[i]) * 0x100000001b3u;
+        w->digest[profile - AKV_PROFILE_PAPER] = digest;
+        akv_segment_release(segment);
+    }
+    fixture_free(&f);
     for (int i = 0; i < 6; i++) {
         akv_cache *fork = NULL, *second = NULL;
         w->ok = answers_quietly(w->shared, w->shared_answers) && w->ok; /* many readers of one cache */
@@ -450,13 +469,20 @@ static void *work(void *opaque)
 static void threads(void)
 {
     enum { N = 4 };
-    akv_cache *shared = cache_new(NULL);
+    akv_threads *pool = NULL; /* one executor for all: whoever comes second does its tasks itself */
+    CHECK(akv_threads_create(3, &pool, NULL) == AKV_OK);
+    akv_cache_layer layers[LAYERS];
+    akv_cache_config config = config_of(layers, NULL);
+    config.codec.executor = akv_threads_executor(pool);
+    akv_cache *shared = NULL;
+    CHECK(akv_cache_create(&config, &shared, NULL) == AKV_OK);
     worker w[N];
     pthread_t id[N];
     grow(shared, 200, 1);
     CHECK(akv_cache_compress_tail(shared, 64, NULL) == AKV_OK);
     for (int i = 0; i < N; i++) {
         w[i].shared = shared;
+        w[i].executor = akv_threads_executor(pool);
         w[i].seed = 50 + (uint64_t)(i / 2); /* two do the same */
         must(pthread_create(&id[i], NULL, work, &w[i]) == 0 ? w : NULL);
     }
@@ -465,9 +491,10 @@ static void threads(void)
     for (int i = 0; i < N; i++)
         CHECK(w[i].ok);
     for (int i = 1; i < N; i++)
-        CHECK(same(w[0].shared_answers, w[i].shared_answers));
+        CHECK(same(w[0].shared_answers, w[i].shared_answers) && memcmp(w[0].digest, w[i].digest, sizeof w[0].digest) == 0);
     CHECK(same(w[0].own, w[1].own) && same(w[2].own, w[3].own) && !same(w[0].own, w[2].own));
     akv_cache_destroy(shared);
+    akv_threads_destroy(pool);
 }
 
 int main(int argc, char **argv)

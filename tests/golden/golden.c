@@ -30,7 +30,8 @@ static bool ends_with(const char *name, const char *end)
     return n >= m && strcmp(name + n - m, end) == 0;
 }
 
-static akv_status open_segments(const char *name, const akv_document *document, golden_visit visit, void *opaque, akv_diag *diag)
+static akv_status open_segments(const char *name, const akv_document *document, golden_visit visit, void *opaque,
+                                akv_diag *diag)
 {
     akv_document_parts parts;
     akv_document_parts_init(&parts);
@@ -45,7 +46,8 @@ static akv_status open_segments(const char *name, const akv_document *document, 
     return status;
 }
 
-akv_status golden_open(const char *name, const void *data, size_t bytes, golden_visit visit, void *opaque, akv_diag *diag)
+akv_status golden_open(const char *name, const void *data, size_t bytes, golden_visit visit, void *opaque,
+                       akv_diag *diag)
 {
     if (ends_with(name, ".akvs")) {
         akv_segment *segment = NULL;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * golden.h - files of format 1 that must stay readable, and broken ones that must stay refused. What is expected of each is a line
- * of v1/expected.tsv, fields separated by tabs:
+ * golden.h - files of format 1 that must stay readable, and broken ones that must stay refused. What is expected of
+ * each is a line of v1/expected.tsv, fields separated by tabs:
  *
  *   FILE  0  KEYS VALUES ATTEND   opens; figures of what the double-precision reference reads from it
  *   FILE  STATUS  SENTENCE        refused, with exactly this status and sentence
  *
- * KEYS and VALUES are sums over all decoded numbers, ATTEND over the outputs of one attention step, each number times a weight drawn
- * from [-1, 1): no two errors cancel but by chance. A document's figures are the sums over its segments.
+ * KEYS and VALUES are sums over all decoded numbers, ATTEND over the outputs of one attention step, each number times
+ * a weight drawn from [-1, 1): no two errors cancel but by chance. A document's figures are the sums over its segments.
  *
  * Names: *.akvs one segment, *.akv a document.
  */
@@ -31,7 +31,8 @@ uint8_t *golden_read(const char *path, size_t *bytes);
 typedef void (*golden_visit)(const char *name, const akv_segment *segment, void *opaque);
 
 /* Opens a segment or, by its name, a document (verified too), and hands its segments to visit (or NULL). */
-akv_status golden_open(const char *name, const void *data, size_t bytes, golden_visit visit, void *opaque, akv_diag *diag);
+akv_status golden_open(const char *name, const void *data, size_t bytes, golden_visit visit, void *opaque,
+                       akv_diag *diag);
 
 /* One attention step over the segment: made-up queries of all heads, out and scratch allocated; golden_attend_free. */
 typedef struct golden_attend {

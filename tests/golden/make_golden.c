@@ -2,9 +2,10 @@
 /*
  * make_golden.c - writes the golden files of format 1 and the list of what is expected of them.
  *
- *   make_golden FOLDER          files and list: once per format version; released files are never made again, since the encoder
- *                               may get better while old files stay readable
- *   make_golden --list FOLDER   only the list, from the files that are there: after a sentence was reworded. Read the diff.
+ *   make_golden FOLDER          files and list: once per format version; released files are never made again, since
+ *                               the encoder may get better while old files stay readable
+ *   make_golden --list FOLDER   only the list, from the files that are there: after a sentence was reworded. Read the
+ *                               diff.
  *
  * A good file that does not open, or a bad one that does, ends the program, whatever the list says.
  */
@@ -35,7 +36,7 @@ static void write_file(const char *name, const void *data, size_t bytes)
         stop(path, "cannot be written");
 }
 
-/* ------------------------------------------------------------------------------------------------------- good segments */
+/* --------------------------------------------------------------------------------------------------- good segments */
 
 static akv_segment *compress(const spec *s, akv_profile profile, bool evict)
 {
@@ -45,7 +46,8 @@ static akv_segment *compress(const spec *s, akv_profile profile, bool evict)
     fixture_make(s, &f);
     f.config.profile = profile;
     akv_status status = AKV_E_INFEASIBLE;
-    for (; status == AKV_E_INFEASIBLE; f.config.keep_ratio += 0.03) /* small layers need a large share of their few bytes */
+    for (; status == AKV_E_INFEASIBLE;
+         f.config.keep_ratio += 0.03) /* small layers need a large share of their few bytes */
         status = evict ? akv_evict_snapkv(&f.layer, &f.config, &segment, &diag)
                        : akv_compress(&f.layer, &f.config, &segment, &diag);
     if (status != AKV_OK)
@@ -62,21 +64,52 @@ static void write_segment(const char *name, akv_segment *segment)
     akv_segment_release(segment);
 }
 
-static const spec gaps = {.name = "gaps", .S = 75, .H = 2, .G = 2, .dk = 8, .dv = 6, .W = 4, .rotary = 8, .keep = 0.4, .gaps = 1,
+static const spec gaps = {.name = "gaps",
+                          .S = 75,
+                          .H = 2,
+                          .G = 2,
+                          .dk = 8,
+                          .dv = 6,
+                          .W = 4,
+                          .rotary = 8,
+                          .keep = 0.4,
+                          .gaps = 1,
                           .dtype = AKV_F16};
 
 static void write_segments(void)
 {
     static const spec specs[] = {
-        {.name = "blocks", .S = 1030, .H = 1, .G = 2, .dk = 8, .dv = 6, .W = 8, .rotary = 6, .keep = 0.2, .dtype = AKV_F16},
-        {.name = "yarn", .S = 70, .H = 2, .G = 1, .dk = 16, .dv = 16, .W = 4, .rotary = 16, .keep = 0.4, .magnitude = 1.25,
-         .style = AKV_ROPE_INTERLEAVED, .softcap = 30, .first_position = 1000, .dtype = AKV_BF16},
+        {.name = "blocks",
+         .S = 1030,
+         .H = 1,
+         .G = 2,
+         .dk = 8,
+         .dv = 6,
+         .W = 8,
+         .rotary = 6,
+         .keep = 0.2,
+         .dtype = AKV_F16},
+        {.name = "yarn",
+         .S = 70,
+         .H = 2,
+         .G = 1,
+         .dk = 16,
+         .dv = 16,
+         .W = 4,
+         .rotary = 16,
+         .keep = 0.4,
+         .magnitude = 1.25,
+         .style = AKV_ROPE_INTERLEAVED,
+         .softcap = 30,
+         .first_position = 1000,
+         .dtype = AKV_BF16},
         {.name = "no-rope", .S = 60, .H = 1, .G = 3, .dk = 10, .dv = 14, .W = 4, .keep = 0.5, .dtype = AKV_F32},
     };
     char name[64];
     for (int profile = AKV_PROFILE_PAPER; profile <= AKV_PROFILE_DEFAULT; profile++) {
         for (size_t i = 0; i < sizeof specs / sizeof specs[0]; i++) {
-            snprintf(name, sizeof name, "open-%s-%s.akvs", profile == AKV_PROFILE_PAPER ? "paper" : "default", specs[i].name);
+            snprintf(name, sizeof name, "open-%s-%s.akvs", profile == AKV_PROFILE_PAPER ? "paper" : "default",
+                     specs[i].name);
             write_segment(name, compress(&specs[i], (akv_profile)profile, false));
         }
         snprintf(name, sizeof name, "open-%s-gaps.akvs", profile == AKV_PROFILE_PAPER ? "paper" : "default");
@@ -84,12 +117,31 @@ static void write_segments(void)
     }
     for (int dtype = 0; dtype < 3; dtype++) {
         static const char *const names[] = {"open-dense-f32.akvs", "open-dense-f16.akvs", "open-dense-bf16.akvs"};
-        spec s = {.name = "dense", .S = 9, .H = 2, .G = 1, .dk = 6, .dv = 10, .W = 4, .rotary = 4, .keep = 1, .dtype = (akv_dtype)dtype};
+        spec s = {.name = "dense",
+                  .S = 9,
+                  .H = 2,
+                  .G = 1,
+                  .dk = 6,
+                  .dv = 10,
+                  .W = 4,
+                  .rotary = 4,
+                  .keep = 1,
+                  .dtype = (akv_dtype)dtype};
         write_segment(names[dtype], compress(&s, AKV_PROFILE_PAPER, false));
     }
-    spec s = {.name = "evicted", .S = 60, .H = 2, .G = 1, .dk = 8, .dv = 8, .W = 4, .rotary = 8, .keep = 0.6, .dtype = AKV_F16};
+    spec s = {.name = "evicted",
+              .S = 60,
+              .H = 2,
+              .G = 1,
+              .dk = 8,
+              .dv = 8,
+              .W = 4,
+              .rotary = 8,
+              .keep = 0.6,
+              .dtype = AKV_F16};
     write_segment("open-evicted.akvs", compress(&s, AKV_PROFILE_PAPER, true));
-    for (uint64_t i = 0; i < 3; i++) { /* what the encoder does not draw: 1, 7 and 15 levels, any order of coordinates */
+    for (uint64_t i = 0; i < 3;
+         i++) { /* what the encoder does not draw: 1, 7 and 15 levels, any order of coordinates */
         snprintf(name, sizeof name, "open-ladder-drawn-%llu.akvs", (unsigned long long)i);
         spec r = {.name = "drawn", .S = 45, .H = 2, .G = 1, .dk = 10, .dv = 14, .W = 2, .rotary = 8, .gaps = i % 2};
         write_segment(name, random_ladder_segment(&r, i == 1 ? 1 : 5, 0.6, i));
@@ -101,7 +153,7 @@ static void write_segments(void)
     }
 }
 
-/* -------------------------------------------------------------------------------------------------------- bad segments */
+/* ---------------------------------------------------------------------------------------------------- bad segments */
 
 enum base { PLAIN, LADDER, DENSE, BASES };
 
@@ -192,7 +244,8 @@ static akv_segment *ladder_base(void)
 
 static akv_segment *dense_base(void)
 {
-    const spec s = {.name = "dense", .S = 4, .H = 1, .G = 1, .dk = 4, .dv = 4, .W = 1, .rotary = 4, .keep = 1, .dtype = AKV_F16};
+    const spec s = {
+        .name = "dense", .S = 4, .H = 1, .G = 1, .dk = 4, .dv = 4, .W = 1, .rotary = 4, .keep = 1, .dtype = AKV_F16};
     return compress(&s, AKV_PROFILE_PAPER, false);
 }
 
@@ -235,8 +288,10 @@ static void write_bad_segments(void)
 /* A writer of 1.7: reserved fields set, an optional feature, a section more. */
 static void write_newer_segments(void)
 {
-    akv_segment *bases[] = {compress(&gaps, AKV_PROFILE_PAPER, false), compress(&gaps, AKV_PROFILE_DEFAULT, false), dense_base()};
-    static const char *const names[] = {"open-newer-minor-paper.akvs", "open-newer-minor-default.akvs", "open-newer-minor-dense.akvs"};
+    akv_segment *bases[] = {compress(&gaps, AKV_PROFILE_PAPER, false), compress(&gaps, AKV_PROFILE_DEFAULT, false),
+                            dense_base()};
+    static const char *const names[] = {"open-newer-minor-paper.akvs", "open-newer-minor-default.akvs",
+                                        "open-newer-minor-dense.akvs"};
     for (int i = 0; i < 3; i++) {
         size_t bytes = 0;
         uint8_t *blob = copy_of(bases[i], 64, &bytes);
@@ -254,7 +309,7 @@ static void write_newer_segments(void)
     }
 }
 
-/* ----------------------------------------------------------------------------------------------------------- documents */
+/* ------------------------------------------------------------------------------------------------------- documents */
 
 typedef struct sink {
     uint8_t *data;
@@ -297,7 +352,9 @@ static uint8_t *make_document(akv_segment *const *segments, uint32_t num_segment
     int32_t tokens[16];
     akv_document_parts parts;
     akv_diag diag = {AKV_OK, ""};
-    static const akv_document_property properties[] = {{"source", "first.txt"}, {"source", "second \xc3\xa9.txt"}, {"system", ""},
+    static const akv_document_property properties[] = {{"source", "first.txt"},
+                                                       {"source", "second \xc3\xa9.txt"},
+                                                       {"system", ""},
                                                        {"a key of tomorrow", "is ignored"}};
     memset(layers, 0, sizeof layers);
     for (uint32_t i = 0; i < num_segments; i++)
@@ -331,8 +388,14 @@ static uint8_t *make_document(akv_segment *const *segments, uint32_t num_segment
     return s.data;
 }
 
-static akv_document_header *header_in(uint8_t *data) { return (akv_document_header *)(void *)data; }
-static akv_document_entry *entries_in(uint8_t *data) { return (akv_document_entry *)(void *)(header_in(data) + 1); }
+static akv_document_header *header_in(uint8_t *data)
+{
+    return (akv_document_header *)(void *)data;
+}
+static akv_document_entry *entries_in(uint8_t *data)
+{
+    return (akv_document_entry *)(void *)(header_in(data) + 1);
+}
 
 static akv_document_entry *entry_in(uint8_t *data, uint32_t type)
 {
@@ -392,17 +455,17 @@ static void write_documents(void)
         akv_segment_release(segments[i]);
 }
 
-#define BAD(name, sealed, ...)                                \
-    do {                                                      \
-        size_t n = 0;                                         \
-        uint8_t *data = make_document(&segment, 1, false, &n); \
-        akv_document_header *h = header_in(data);             \
-        (void)h;                                              \
-        __VA_ARGS__;                                          \
-        if (sealed)                                           \
-            seal(data);                                       \
-        write_file("bad-document-" name ".akv", data, n);     \
-        free(data);                                           \
+#define BAD(name, sealed, ...)                                                                                         \
+    do {                                                                                                               \
+        size_t n = 0;                                                                                                  \
+        uint8_t *data = make_document(&segment, 1, false, &n);                                                         \
+        akv_document_header *h = header_in(data);                                                                      \
+        (void)h;                                                                                                       \
+        __VA_ARGS__;                                                                                                   \
+        if (sealed)                                                                                                    \
+            seal(data);                                                                                                \
+        write_file("bad-document-" name ".akv", data, n);                                                              \
+        free(data);                                                                                                    \
     } while (0)
 #define PART(type) (data + entry_in(data, type)->offset)
 
@@ -453,7 +516,7 @@ static void write_bad_documents(void)
     akv_segment_release(segment);
 }
 
-/* ---------------------------------------------------------------------------------------------------------------- list */
+/* ------------------------------------------------------------------------------------------------------------ list */
 
 static void add_figures(const char *name, const akv_segment *segment, void *opaque)
 {

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_golden.c - every file of tests/golden/v1 does what expected.tsv says: good ones open, decode and attend within the bounds of the
- * reference, whose figures are the recorded ones; bad ones are refused with the recorded status and sentence. Whatever is added to the
- * folder without a line in the list fails.
+ * test_golden.c - every file of tests/golden/v1 does what expected.tsv says: good ones open, decode and attend within
+ * the bounds of the reference, whose figures are the recorded ones; bad ones are refused with the recorded status and
+ * sentence. Whatever is added to the folder without a line in the list fails.
  */
 #include "akv_test.h"
 #include "check_segment.h"
@@ -72,7 +72,8 @@ static void check_file(const char *name, int status, const char *text)
     CHECK_MSG((int)is == status, "%s: status %d (%s), expected %d", name, (int)is, diag.message, status);
     if (status == AKV_OK) {
         good++;
-        CHECK_MSG(sscanf(text, "%lf %lf %lf", &want.keys, &want.values, &want.attend) == 3, "%s: no figures: %s", name, text);
+        CHECK_MSG(sscanf(text, "%lf %lf %lf", &want.keys, &want.values, &want.attend) == 3, "%s: no figures: %s", name,
+                  text);
         check_figure(name, "keys", got.keys, want.keys);
         check_figure(name, "values", got.values, want.values);
         check_figure(name, "attention", got.attend, want.attend);
@@ -95,7 +96,8 @@ static void files(void)
         char *name = strtok(line, "\t"), *status = strtok(NULL, "\t"), *text = strtok(NULL, "\n");
         if (line[0] == '#')
             continue;
-        if (!CHECK_MSG(text != NULL && listed < 256 && strlen(name) < 64, "a line of %s is not NAME, STATUS, TEXT", path))
+        if (!CHECK_MSG(text != NULL && listed < 256 && strlen(name) < 64, "a line of %s is not NAME, STATUS, TEXT",
+                       path))
             break;
         strcpy(seen[listed++], name);
         check_file(name, atoi(status), text);

@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * test_regression.c - bytes, reconstruction error and attention error of fixed inputs, compared with results.csv, so that a slip
- * shows as a difference in review.
+ * test_regression.c - bytes, reconstruction error and attention error of fixed inputs, compared with results.csv, so
+ * that a slip shows as a difference in review.
  *
  *   test_regression                 compares
- *   test_regression --write FILE    writes the table anew: build/release/tests/test_regression --write tests/regression/results.csv
+ *   test_regression --write FILE    writes the table anew: build/release/tests/test_regression --write
+ *                                   tests/regression/results.csv
  *
- * Always the generic kernels (AKV_CPU=generic is set here). Inputs: one captured layer, and layers drawn from fixed seeds.
- * Bytes are compared exactly. Errors are relative RMS of keys, of values, and of attention outputs for queries that the codec was not
- * shown, against the uncompressed layer; they may move by 0.5 %: the drawn inputs and near-ties depend on the last bits of libm.
+ * Always the generic kernels (AKV_CPU=generic is set here). Inputs: one captured layer, and layers drawn from fixed
+ * seeds. Bytes are compared exactly. Errors are relative RMS of keys, of values, and of attention outputs for queries
+ * that the codec was not shown, against the uncompressed layer; they may move by 0.5 %: the drawn inputs and
+ * near-ties depend on the last bits of libm.
  */
 #include "akv_test.h"
 #include "cases.h"
@@ -37,13 +39,15 @@ static void measure_decode(const fixture *f, const akv_segment *segment, row *ou
     const akv_shape *s = &f->layer.shape;
     akv_diag diag = {AKV_OK, ""};
     double error[2] = {0, 0}, size[2] = {0, 0};
-    float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)), *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
+    float *k = must(malloc(s->num_tokens * s->head_dim_k * sizeof *k)),
+          *v = must(malloc(s->num_tokens * s->head_dim_v * sizeof *v));
     for (uint32_t h = 0; h < s->num_kv_heads; h++) {
         CHECK_STATUS(akv_segment_decode(segment, h, 0, s->num_tokens, k, v, &diag), AKV_OK, &diag);
         for (int side = 0; side < 2; side++) {
             const uint32_t dim = side == 0 ? s->head_dim_k : s->head_dim_v;
             for (uint64_t i = 0; i < s->num_tokens * dim; i++) {
-                const double x = akv_tensor_at(side == 0 ? &f->layer.keys : &f->layer.values, h, (int64_t)(i / dim), (uint32_t)(i % dim));
+                const double x = akv_tensor_at(side == 0 ? &f->layer.keys : &f->layer.values, h, (int64_t)(i / dim),
+                                               (uint32_t)(i % dim));
                 const double y = side == 0 ? k[i] : v[i];
                 error[side] += (x - y) * (x - y);
                 size[side] += x * x;
@@ -78,7 +82,8 @@ static void measure_attend(const fixture *f, const akv_segment *exact, const akv
         for (uint32_t q = 0; q < QUERIES; q++) {
             const int64_t target = (int64_t)akv_rng_below(&rng, s->num_tokens);
             for (uint32_t i = 0; i < s->head_dim_k; i++)
-                tensor_set(&p.queries, h, q, i, 0.5 * akv_tensor_at(&f->layer.keys, h / s->gqa_group, target, i) + random_gauss(&rng));
+                tensor_set(&p.queries, h, q, i,
+                           0.5 * akv_tensor_at(&f->layer.keys, h / s->gqa_group, target, i) + random_gauss(&rng));
         }
     const akv_segment *list[1];
     float *got[2];
@@ -120,7 +125,8 @@ static void measure_layer(const char *name, fixture *f)
             akv_segment_info_init(&info);
             f->config.profile = (akv_profile)profile;
             f->config.keep_ratio = 1 / ratios[i];
-            snprintf(r->name, sizeof r->name, "%s %s %gx", name, profile == AKV_PROFILE_PAPER ? "paper" : "default", ratios[i]);
+            snprintf(r->name, sizeof r->name, "%s %s %gx", name, profile == AKV_PROFILE_PAPER ? "paper" : "default",
+                     ratios[i]);
             const akv_status status = akv_compress(&f->layer, &f->config, &segment, &diag);
             if (status == AKV_E_INFEASIBLE) /* a small shape: no row */
                 continue;
@@ -138,10 +144,39 @@ static void measure_layer(const char *name, fixture *f)
 static void measure(void)
 {
     static const spec specs[] = {
-        {.name = "512x2x64", .S = 512, .H = 2, .G = 4, .dk = 64, .dv = 64, .W = 32, .rotary = 64, .dtype = AKV_F16, .seed = 1},
-        {.name = "1100x1x128", .S = 1100, .H = 1, .G = 4, .dk = 128, .dv = 128, .W = 32, .rotary = 128, .dtype = AKV_BF16, .seed = 2},
-        {.name = "700x2x80-gaps", .S = 700, .H = 2, .G = 1, .dk = 80, .dv = 64, .W = 16, .rotary = 40, .style = AKV_ROPE_INTERLEAVED,
-         .softcap = 30, .gaps = 1, .dtype = AKV_F16, .seed = 3},
+        {.name = "512x2x64",
+         .S = 512,
+         .H = 2,
+         .G = 4,
+         .dk = 64,
+         .dv = 64,
+         .W = 32,
+         .rotary = 64,
+         .dtype = AKV_F16,
+         .seed = 1},
+        {.name = "1100x1x128",
+         .S = 1100,
+         .H = 1,
+         .G = 4,
+         .dk = 128,
+         .dv = 128,
+         .W = 32,
+         .rotary = 128,
+         .dtype = AKV_BF16,
+         .seed = 2},
+        {.name = "700x2x80-gaps",
+         .S = 700,
+         .H = 2,
+         .G = 1,
+         .dk = 80,
+         .dv = 64,
+         .W = 16,
+         .rotary = 40,
+         .style = AKV_ROPE_INTERLEAVED,
+         .softcap = 30,
+         .gaps = 1,
+         .dtype = AKV_F16,
+         .seed = 3},
     };
     fixture f;
     for (size_t i = 0; i < sizeof specs / sizeof specs[0]; i++) {
@@ -149,7 +184,8 @@ static void measure(void)
         measure_layer(specs[i].name, &f);
         fixture_free(&f);
     }
-    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f), "tests/data/layer12_tail.npz cannot be read"))
+    if (!CHECK_MSG(fixture_from_npz(AKV_TEST_DATA "/layer12_tail.npz", &f),
+                   "tests/data/layer12_tail.npz cannot be read"))
         return;
     measure_layer("captured", &f);
     fixture_free(&f);
@@ -173,14 +209,16 @@ static void compare(void)
         return;
     measure();
     for (; read_row(file, &want); at++) {
-        if (!CHECK_MSG(at < num_rows && strcmp(rows[at].name, want.name) == 0, "row \"%s\" was not measured here", want.name))
+        if (!CHECK_MSG(at < num_rows && strcmp(rows[at].name, want.name) == 0, "row \"%s\" was not measured here",
+                       want.name))
             break;
         const row *got = &rows[at];
         CHECK_MSG(got->bytes == want.bytes, "%s: %llu bytes, were %llu (%+lld)", want.name, got->bytes, want.bytes,
                   (long long)(got->bytes - want.bytes));
         for (int i = 0; i < 3; i++)
-            CHECK_MSG(fabs(got->error[i] - want.error[i]) <= MOST_DRIFT * want.error[i], "%s: %s %.5f, was %.5f (%+.2f %%)", want.name,
-                      column[i], got->error[i], want.error[i], 100 * (got->error[i] / want.error[i] - 1));
+            CHECK_MSG(fabs(got->error[i] - want.error[i]) <= MOST_DRIFT * want.error[i],
+                      "%s: %s %.5f, was %.5f (%+.2f %%)", want.name, column[i], got->error[i], want.error[i],
+                      100 * (got->error[i] / want.error[i] - 1));
     }
     fclose(file);
     CHECK_MSG(at == num_rows && at >= 18, "%d rows measured, %d in the table", num_rows, at);
@@ -196,7 +234,8 @@ int main(int argc, char **argv)
             return 1;
         fprintf(file, "layer profile ratio,bytes,key error,value error,attention error\n");
         for (int i = 0; i < num_rows; i++)
-            fprintf(file, "%s,%llu,%.5f,%.5f,%.5f\n", rows[i].name, rows[i].bytes, rows[i].error[0], rows[i].error[1], rows[i].error[2]);
+            fprintf(file, "%s,%llu,%.5f,%.5f,%.5f\n", rows[i].name, rows[i].bytes, rows[i].error[0], rows[i].error[1],
+                    rows[i].error[2]);
         return fclose(file) != 0;
     }
     TEST_INIT(argc, argv);
