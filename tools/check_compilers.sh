@@ -24,7 +24,7 @@ need() { command -v "$1" >/dev/null || { say "$1 not found: tools/deps.sh compil
 
 step_warnings() {
     local cc define options="-std=c11 -pedantic -Wall -Wextra -Wshadow -Wstrict-prototypes -Wmissing-prototypes -Wvla -Werror"
-    local headers="-Iinclude -Isrc -Ihosts/llama_cpp -isystem $deps/llama/include -DAKV_HAVE_EDIT=1"
+    local headers="-I. -Iinclude -Isrc -Ihosts/llama_cpp -isystem $deps/llama/include -DAKV_HAVE_EDIT=1"
     for cc in gcc clang; do
         need $cc
         # shellcheck disable=SC2086  # lists of options
@@ -108,7 +108,7 @@ step_cppcheck() {
     need cppcheck
     # shellcheck disable=SC2046  # a list of files
     cppcheck --std=c11 --language=c --enable=warning,performance,portability --inline-suppr --quiet -j "$jobs" --error-exitcode=1 \
-        --suppressions-list=tools/cppcheck.txt -Iinclude -Isrc -Ihosts/llama_cpp -D__GNUC__=12 -D__x86_64__=1 -DAKV_HAVE_EDIT=1 \
+        --suppressions-list=tools/cppcheck.txt -I. -Iinclude -Isrc -Ihosts/llama_cpp -D__GNUC__=12 -D__x86_64__=1 -DAKV_HAVE_EDIT=1 \
         $(sources 'src/*.c' 'hosts/llama_cpp/*.c' 'cli/*.c' 'examples/*.c')
     say "cppcheck: no finding"
 }
