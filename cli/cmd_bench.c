@@ -7,6 +7,7 @@
  * on it only through which tokens own residuals.
  */
 #include "bench.h"
+#include "bench_model.h"
 #include "cli.h"
 
 #include <getopt.h>
@@ -26,11 +27,15 @@ typedef struct bench_options {
     const char *json;
     uint64_t tokens; /* 0 = all cases */
     uint64_t head_dim;
+    uint64_t group, queries; /* of a shape of the caller's own; 0 = as the table has it */
     uint64_t threads; /* 0 = 1 and 2 */
     uint64_t rounds;
     bool questions;
     bool flat;
+    bench_model_options whole; /* of a model, when one is given */
 } bench_options;
+
+enum { LAYER_ROUNDS = 21, MODEL_ROUNDS = 5 };
 
 void bench_report(cJSON *rows, const bench_row *r)
 {
@@ -133,15 +138,38 @@ static int run_shape(cJSON *rows, const bench_options *o, const bench_case *c)
     return code;
 }
 
+static bool add_document(bench_options *o, const char *path)
+{
+    const char **grown = realloc((void *)(uintptr_t)o->whole.documents, (o->whole.num_documents + 1) * sizeof *grown);
+    if (grown == NULL)
+        return cli_fail(CLI_NO_MEMORY, "no memory"), false;
+    grown[o->whole.num_documents++] = path;
+    o->whole.documents = grown;
+    return true;
+}
+
+/* Options that fit together, or an exit code. */
+static int check(const bench_options *o)
+{
+    const bool shape = o->tokens != 0 || o->head_dim != 0 || o->group != 0 || o->queries != 0;
+    if ((o->whole.model != NULL) != (o->whole.num_documents != 0))
+        return cli_fail(CLI_USAGE, "--model and --from belong together: a GGUF file and documents that `akv pack` made with it");
+    if (o->whole.model != NULL && (shape || o->flat))
+        return cli_fail(CLI_USAGE, "with --model, the documents say how many tokens there are, and the model its shape");
+    return CLI_OK;
+}
+
 static int parse(int argc, char **argv, bench_options *o)
 {
     static const struct option options[] = {{"json", required_argument, NULL, 'j'},    {"tokens", required_argument, NULL, 't'},
                                             {"head-dim", required_argument, NULL, 'd'}, {"threads", required_argument, NULL, 'n'},
                                             {"rounds", required_argument, NULL, 'r'},  {"decode-only", no_argument, NULL, 'o'},
-                                            {"flat", no_argument, NULL, 'f'},
+                                            {"flat", no_argument, NULL, 'f'},          {"gqa-group", required_argument, NULL, 'g'},
+                                            {"queries", required_argument, NULL, 'q'}, {"model", required_argument, NULL, 'm'},
+                                            {"from", required_argument, NULL, 'a'},
                                             {"help", no_argument, NULL, 'h'},          {NULL, 0, NULL, 0}};
     int option;
-    while ((option = getopt_long(argc, argv, "h", options, NULL)) != -1) {
+    while ((option = getopt_long(argc, argv, "m:h", options, NULL)) != -1) {
         bool ok = true;
         switch (option) {
         case 'h': return -1;
@@ -152,14 +180,19 @@ static int parse(int argc, char **argv, bench_options *o)
         case 'r': ok = cli_parse_u64("--rounds", optarg, 1, BENCH_MOST_ROUNDS, &o->rounds); break;
         case 'o': o->questions = false; break;
         case 'f': o->flat = true; break;
+        case 'g': ok = cli_parse_u64("--gqa-group", optarg, 1, 64, &o->group); break;
+        case 'q': ok = cli_parse_u64("--queries", optarg, 1, 1024, &o->queries); break;
+        case 'm': o->whole.model = optarg; break;
+        case 'a': ok = add_document(o, optarg); break;
         default: return cli_usage(&cli_cmd_bench);
         }
         if (!ok)
             return cli_usage(&cli_cmd_bench);
     }
-    if (optind == argc)
+    if (optind < argc)
+        cli_fail(CLI_USAGE, "\"%s\" is one argument too many", argv[optind]);
+    else if (check(o) == CLI_OK)
         return CLI_OK;
-    cli_fail(CLI_USAGE, "\"%s\" is one argument too many", argv[optind]);
     return cli_usage(&cli_cmd_bench);
 }
 
@@ -180,52 +213,78 @@ static int write_rows(const char *path, cJSON *rows)
     return code;
 }
 
-static int run(int argc, char **argv)
+static int run_model(bench_options *o, cJSON *rows)
 {
-    bench_options o = {NULL, 0, 0, 0, 21, true, false};
-    int code = parse(argc, argv, &o);
-    if (code != CLI_OK)
-        return code < 0 ? cli_help(&cli_cmd_bench) : code;
-    cJSON *rows = cJSON_CreateArray();
-    bool any = o.flat;
-    if (o.flat)
-        code = bench_flat(rows, o.tokens, o.threads, o.rounds);
-    for (size_t i = 0; !o.flat && i < sizeof all_cases / sizeof all_cases[0] && code == CLI_OK; i++) {
+    o->whole.threads = (uint32_t)o->threads;
+    o->whole.rounds = o->rounds != 0 ? (uint32_t)o->rounds : MODEL_ROUNDS;
+    return bench_model_run(&o->whole, rows);
+}
+
+static int run_layers(bench_options *o, cJSON *rows)
+{
+    const bool own_shape = o->group != 0 || o->queries != 0;
+    int code = CLI_OK;
+    bool any = false;
+    for (size_t i = 0; !own_shape && i < sizeof all_cases / sizeof all_cases[0] && code == CLI_OK; i++) {
         const bench_case *c = &all_cases[i];
-        if ((o.tokens != 0 && o.tokens != c->tokens) || (o.head_dim != 0 && o.head_dim != c->head_dim) || (!o.questions && c->queries > 1))
+        if ((o->tokens != 0 && o->tokens != c->tokens) || (o->head_dim != 0 && o->head_dim != c->head_dim) ||
+            (!o->questions && c->queries > 1))
             continue;
         any = true;
-        code = run_shape(rows, &o, c);
+        code = run_shape(rows, o, c);
     }
-    if (!any && code == CLI_OK) { /* a length of the caller's own, in the first shape of that head_dim */
-        bench_case own = all_cases[0];
-        for (size_t i = 0; i < sizeof all_cases / sizeof all_cases[0]; i++)
-            if (o.head_dim == all_cases[i].head_dim) {
-                own = all_cases[i];
-                break;
-            }
-        own.tokens = o.tokens != 0 ? (uint32_t)o.tokens : own.tokens;
-        own.head_dim = o.head_dim != 0 ? (uint32_t)o.head_dim : own.head_dim;
-        code = run_shape(rows, &o, &own);
+    if (any || code != CLI_OK)
+        return code;
+    bench_case own = all_cases[0]; /* a shape of the caller's own: the first one of that head_dim, changed */
+    for (size_t i = 0; i < sizeof all_cases / sizeof all_cases[0]; i++)
+        if (o->head_dim == all_cases[i].head_dim) {
+            own = all_cases[i];
+            break;
+        }
+    own.tokens = o->tokens != 0 ? (uint32_t)o->tokens : own.tokens;
+    own.head_dim = o->head_dim != 0 ? (uint32_t)o->head_dim : own.head_dim;
+    own.group = o->group != 0 ? (uint32_t)o->group : own.group;
+    own.queries = o->queries != 0 ? (uint32_t)o->queries : own.queries;
+    return run_shape(rows, o, &own);
+}
+
+static int run(int argc, char **argv)
+{
+    bench_options o = {.questions = true};
+    int code = parse(argc, argv, &o);
+    cJSON *rows = cJSON_CreateArray();
+    if (code == CLI_OK && o.whole.model != NULL) {
+        code = run_model(&o, rows);
+    } else if (code == CLI_OK) {
+        o.rounds = o.rounds != 0 ? o.rounds : LAYER_ROUNDS;
+        code = o.flat ? bench_flat(rows, o.tokens, o.threads, o.rounds) : run_layers(&o, rows);
     }
     if (code == CLI_OK && o.json != NULL)
         code = write_rows(o.json, rows);
     cJSON_Delete(rows);
-    return code;
+    free((void *)(uintptr_t)o.whole.documents);
+    return code < 0 ? cli_help(&cli_cmd_bench) : code;
 }
 
 const cli_command cli_cmd_bench = {
     "bench", "measure attention against ggml's on this machine", run,
     "usage: akv bench [options]\n"
+    "       akv bench --model MODEL --from DOC.akv... [--threads N] [--rounds N] [--json FILE]\n"
     "\n"
     "Times attention of one layer over random data: from the compressed form at 10x and 20x, and in the same run ggml's\n"
     "flash attention on f16, q8_0 and q4_0 caches and the library's own dense f16 attention. Prints nanoseconds per token\n"
     "and KV head, medians of rounds that take turns; on one thread processor time, otherwise the clock.\n"
+    "With a model: tokens per second of the whole model behind packed documents, and of libllama on its own with as many\n"
+    "tokens in an f16 (with and without flash attention), q8_0 and q4_0 cache. By the clock: the machine should be idle.\n"
     "\n"
+    "  -m, --model FILE     GGUF model\n"
+    "      --from DOC.akv   made by `akv pack`, once per ratio; may be given again\n"
     "      --tokens N       one length only (2048, 8192 and 32768)\n"
     "      --head-dim D     one head_dim only (128 with 8 heads x 4, 64 with 3 x 3)\n"
+    "      --gqa-group G    query heads per KV head; with it, or --queries, only this one shape\n"
+    "      --queries T      query tokens (1)\n"
     "      --threads N      this many threads (1, then 2)\n"
-    "      --rounds N       repetitions (21; 3 for questions)\n"
+    "      --rounds N       repetitions (21; 3 for questions; with a model 5 of 4 tokens)\n"
     "      --flat           instead: cost per token of the compressed form at 2048, 8192, 32768 and 131072 tokens (2 heads x 4,\n"
     "                       d 128; --tokens N: none longer), caches emptied before each call\n"
     "      --decode-only    leave out the question of 128 tokens\n"

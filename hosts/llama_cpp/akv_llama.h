@@ -75,7 +75,8 @@ typedef struct akv_llama_options {
     void *log_opaque;
     akv_llama_progress_fn progress; /* NULL is fine */
     void *progress_opaque;
-    const akv_executor *executor; /* for compression and attention; NULL = serial; must outlive the host */
+    const akv_executor *executor; /* for compression; NULL = serial; must outlive the host. Attention runs on
+                                     libllama's own threads */
 } akv_llama_options;
 
 void akv_llama_options_init(akv_llama_options *options);
@@ -87,6 +88,8 @@ void akv_llama_options_init(akv_llama_options *options);
  */
 akv_status akv_llama_open(const akv_llama_options *options, akv_llama **out, akv_diag *diag);
 void akv_llama_close(akv_llama *host); /* NULL is fine */
+/* Nonzero: this libllama was built with AMX, which the host keeps it from using unless use_amx is set. */
+int akv_llama_has_amx_buffers(void);
 
 /*
  * akv_llama_open_beside() - another host on a model that is loaded already: it has contexts of its own and may be used by another

@@ -166,7 +166,7 @@ static akv_status check_options(const akv_llama_options *o, akv_diag *diag)
  * used, the first matrix product ends the process (SIGILL or SIGSEGV at ldtilecfg or tileloadd), and nothing can catch
  * that.
  */
-static bool has_amx_buffers(void)
+int akv_llama_has_amx_buffers(void)
 {
     ggml_backend_dev_t cpu = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
     ggml_backend_reg_t reg = cpu ? ggml_backend_dev_backend_reg(cpu) : NULL;
@@ -175,8 +175,8 @@ static bool has_amx_buffers(void)
         *(void **)&get = ggml_backend_reg_get_proc_address(reg, "ggml_backend_dev_get_extra_bufts");
     for (ggml_backend_buffer_type_t *one = get ? get(cpu) : NULL; one && *one; one++)
         if (strcmp(ggml_backend_buft_name(*one), "AMX") == 0)
-            return true;
-    return false;
+            return 1;
+    return 0;
 }
 
 static akv_status load(akv_llama *host, akv_diag *diag)
@@ -193,7 +193,7 @@ static akv_status load(akv_llama *host, akv_diag *diag)
 
     struct llama_model_params params = llama_model_default_params();
     params.n_gpu_layers = 0; /* attention is replaced in host memory */
-    params.use_extra_bufts = host->options.use_amx || !has_amx_buffers();
+    params.use_extra_bufts = host->options.use_amx || !akv_llama_has_amx_buffers();
     if (host->options.progress) {
         params.progress_callback = on_load;
         params.progress_callback_user_data = host;

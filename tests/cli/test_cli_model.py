@@ -184,6 +184,29 @@ def test_refusals(t, files, model, make_document):
             t.run("ask", "-m", model, "--from", files.path("book.akv"), "-t", "1", "-n", "4", q, code=6, err="standard output", stdout=full)
 
 
+def test_bench(t, files, model, make_document):
+    """Tokens per second of a model: a row for each of libllama's caches, one of which is the best; wrong options are refused."""
+    small = ["bench", "-m", model, "--threads", "1", "--rounds", "1"]
+    t.run(*small, "--from", files.path("book.akv"), "--json", files.path("bench.json"), out="tokens/s")
+    rows, tokens = files.json("bench.json")["rows"], files.json("pack.json")["tokens"]
+    t.check({row["peer"] for row in rows} == {"llama f16 flash", "llama f16", "llama q8_0 flash", "llama q4_0 flash"}, "bench: other peers")
+    for row in rows:
+        t.check(row["case"] == "model" and row["tokens"] == tokens and row["threads"] == 1, f"bench: {row}")
+        t.check(abs(row["ratio"] - files.json("pack.json")["ratio"]) < 1e-3, f"bench: {row}")
+        t.check(abs(row["tokens_per_second"] * row["ns_per_token"] / 1e9 - 1) < 1e-6, f"bench: {row}")
+        t.check(abs(row["speedup"] - row["peer_ns_per_token"] / row["ns_per_token"]) < 1e-6 * row["speedup"], f"bench: {row}")
+        t.check(row["best_peer"] == (row["peer_ns_per_token"] == min(other["peer_ns_per_token"] for other in rows)), f"bench: {row}")
+    sizes = {row["peer"]: row["peer_bytes"] for row in rows}
+    t.check(sizes["llama f16 flash"] > 1.8 * sizes["llama q8_0 flash"] > 3.2 * sizes["llama q4_0 flash"], f"bench: {sizes}")
+    t.check(sizes["llama f16"] >= files.json("pack.json")["dense_bytes"], f"bench: the dense cache has not every token: {sizes}")
+    subprocess.run([make_document, files.path("noise.akv")], check=True)
+    t.run(*small, "--from", files.path("noise.akv"), code=5, err="noise.akv")
+    t.run(*small, code=1, err="--from")
+    t.run("bench", "--from", files.path("book.akv"), code=1, err="--model")
+    t.run(*small, "--from", files.path("book.akv"), "--tokens", "4096", code=1, err="documents")
+    t.run("bench", "-m", files.path("missing.gguf"), "--from", files.path("book.akv"), code=6, err="missing.gguf")
+
+
 def test_interruption(t, files, model):
     """Ctrl-C in the middle of the prefill: soon over, and the file of before is still there."""
     long = files.write("chronicle.txt", (TEXT + "\n") * 12)
@@ -213,6 +236,7 @@ def main():
         test_profiles(t, files, args.model)
         test_methods(t, files, args.model)
         test_refusals(t, files, args.model, args.make_document)
+        test_bench(t, files, args.model, args.make_document)
         test_interruption(t, files, args.model)
         t.check(not [name for name in os.listdir(folder) if name.endswith(".tmp")], "a temporary file was left behind")
     return t.end()
