@@ -35,17 +35,16 @@ bool akvl_eval(struct ggml_tensor *node, bool ask, void *user)
         return !ask;
     }
     const int layer = akvl_node_layer(hook->graph, node);
-    const bool wanted =
-        layer >= 0 && (hook->mode == AKVL_REPLACE ? hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED
-                                                  : hook->host->is_hosted[layer] && !hook->taken[layer]);
+    if (hook->mode == AKVL_REPLACE) {
+        if (ask && layer >= 0 && hook->host->store->layers[layer].kind == AKV_LLAMA_LAYER_HOSTED)
+            akvl_gang_take(hook->host->gang, layer, node);
+        return !ask;
+    }
+    const bool wanted = layer >= 0 && hook->host->is_hosted[layer] && !hook->taken[layer];
     if (ask)
         return wanted;
-    if (wanted && hook->failure.status == AKV_OK) {
-        if (hook->mode == AKVL_REPLACE)
-            akvl_replace(hook, layer, node);
-        else
-            akvl_capture(hook, layer, node);
-    }
+    if (wanted && hook->failure.status == AKV_OK)
+        akvl_capture(hook, layer, node);
     return true;
 }
 
@@ -112,6 +111,8 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
     hook->batch_first = position;
     hook->batch_count = (uint32_t)num_tokens;
     akvl_forget_errors();
+    if (context == host->tail)
+        akvl_gang_begin(host->gang);
     const int32_t code = llama_decode(context, *batch);
     if (hook->failure.status != AKV_OK)
         return akvl_fail(diag, hook->failure.status, "%s", hook->failure.message);

@@ -108,7 +108,7 @@ void akvl_fill_params(const akv_llama *host, uint32_t number, uint32_t num_queri
     out->tail_tokens = tail_tokens;
     out->sm_scale = layer->sm_scale;
     out->logit_softcap = layer->logit_softcap;
-    out->executor = host->options.executor;
+    out->executor = akvl_gang_executor(host->gang);
 }
 
 void akvl_replace(akvl_hook *hook, int number, struct ggml_tensor *node)

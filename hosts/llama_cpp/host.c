@@ -231,7 +231,7 @@ static akv_status make_tables(akv_llama *host, akv_diag *diag)
     host->batch = llama_batch_init((int32_t)host->options.batch_tokens, 0, 1);
     if (!host->layer_stats || !host->is_hosted || !host->batch.token || !host->batch.seq_id)
         return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for batches of %u tokens", host->options.batch_tokens);
-    return AKV_OK;
+    return akvl_gang_create(host, &host->gang, diag);
 }
 
 akv_status akv_llama_open_beside(akv_llama *first, const akv_llama_options *options, akv_llama **out, akv_diag *diag)
@@ -313,6 +313,7 @@ void akv_llama_close(akv_llama *host)
     if (!host)
         return;
     akvl_drop_tail(host);
+    akvl_gang_free(host->gang);
     akvl_drop_dense(host);
     if (host->batch.token)
         llama_batch_free(host->batch);

@@ -95,7 +95,7 @@ typedef enum akvl_mode {
     AKVL_LEARN = 1,   /* look at every node, break nowhere */
     AKVL_SAMPLE = 2,  /* break after attention of hosted layers and take the sampled queries of this batch */
     AKVL_CAPTURE = 3, /* the same, and the last queries too */
-    AKVL_REPLACE = 4  /* break after attention of hosted layers and overwrite its output */
+    AKVL_REPLACE = 4  /* make attention of hosted layers an operator of ours; break nowhere */
 } akvl_mode;
 
 /* Queries sampled from the whole document, per layer: they tell the codec where later questions look. Fewer when the
@@ -168,6 +168,9 @@ struct akv_llama_conversation {
     size_t state_bytes;
 };
 
+/* gang.c: attention as an operator that all of libllama's threads run */
+typedef struct akvl_gang akvl_gang;
+
 struct akv_llama {
     akv_llama_options options;
     akvl_model *shared;
@@ -196,6 +199,7 @@ struct akv_llama {
     akvl_hook tail_hook;
     akvl_graph *tail_graph;
     akv_llama_store *store;
+    akvl_gang *gang; /* as long as the host, since nodes of B's graph point into it */
     akvl_running running;
     akvl_rolling rolling;
     int32_t *history;      /* [tail_position] token ids: the document's, then the conversation's */
@@ -267,9 +271,18 @@ akv_status akvl_run(akv_llama *host, struct llama_context *context, akvl_hook *h
 akv_status akvl_keep_logits(akv_llama *host, struct llama_context *context, size_t num_rows, size_t first_row,
                             akv_diag *diag);
 bool akvl_eval(struct ggml_tensor *node, bool ask, void *user);
-/* The modes that break: called with computed nodes. */
+/* The modes that break: called with a computed node. */
 void akvl_capture(akvl_hook *hook, int layer, const struct ggml_tensor *node);
+/* Attention of one layer in place of libllama's: reads the node's sources, writes its data. */
 void akvl_replace(akvl_hook *hook, int layer, struct ggml_tensor *node);
+
+akv_status akvl_gang_create(akv_llama *host, akvl_gang **out, akv_diag *diag);
+void akvl_gang_free(akvl_gang *gang); /* after the contexts whose nodes it took; NULL is fine */
+/* Tasks of an operator that is running, on all threads that run it; NULL of NULL. */
+const akv_executor *akvl_gang_executor(const akvl_gang *gang);
+void akvl_gang_begin(akvl_gang *gang); /* before every llama_decode */
+/* An attention node that has not run becomes ours, for as long as its graph lives. */
+void akvl_gang_take(akvl_gang *gang, int layer, struct ggml_tensor *node);
 
 /* Attention of one layer over the running segments and the tail: everything but the tensors, enough for the workspace. */
 void akvl_fill_params(const akv_llama *host, uint32_t number, uint32_t num_queries, uint64_t tail_tokens,

@@ -10,9 +10,12 @@
 #include "core/slots.h"
 #include "kernels/quad.h"
 
-/* A part is at least this many tokens, and a segment has at most this many parts: the k x d_v product that ends each
- * part of a compressed segment then stays small beside the part itself. */
+/* A part is about this many tokens, and a segment has at most MOST_PARTS: the k x d_v product that ends each part of a
+ * compressed segment then stays small beside the part itself. Few heads alone would leave threads idle: three parts
+ * on two threads take as long as four. */
 #define PART_TOKENS 8192u
+#define PART_TOKENS_FEW_HEADS 4096u
+#define FEW_HEADS 4u
 #define MOST_PARTS 4u
 
 typedef struct akv_call {
@@ -31,15 +34,17 @@ typedef struct akv_call {
     float *table_floats;
 } akv_call;
 
-static uint64_t part_tokens(uint64_t tokens)
+/* Parts are equal but for whole blocks. */
+static uint64_t part_tokens(uint64_t tokens, uint32_t heads)
 {
-    uint64_t share = akv_round_up(akv_div_up(tokens, MOST_PARTS), AKV_BLOCK_TOKENS);
-    return share < PART_TOKENS ? PART_TOKENS : share;
+    uint64_t parts = akv_div_up(tokens, heads < FEW_HEADS ? PART_TOKENS_FEW_HEADS : PART_TOKENS);
+    parts = parts > MOST_PARTS ? MOST_PARTS : parts;
+    return akv_round_up(akv_div_up(tokens, parts), AKV_BLOCK_TOKENS);
 }
 
-static size_t parts_of(uint64_t tokens)
+static size_t parts_of(uint64_t tokens, uint32_t heads)
 {
-    return tokens == 0 ? 0 : (size_t)akv_div_up(tokens, part_tokens(tokens));
+    return tokens == 0 ? 0 : (size_t)akv_div_up(tokens, part_tokens(tokens, heads));
 }
 
 static akv_status check_tensor(const akv_tensor *t, const char *name, akv_diag *diag)
@@ -131,13 +136,13 @@ static void carve(akv_call *c, akv_arena *arena)
     const bool tiles = rows > AKV_TILE_ROWS;
     const uint32_t most_rows = tiles ? AKV_TILE_MOST_ROWS : AKV_ATTEND_ROWS;
     c->chunk_rows = rows < most_rows ? (uint32_t)rows : most_rows;
-    c->num_parts = parts_of(p->tail_tokens);
+    c->num_parts = parts_of(p->tail_tokens, p->num_kv_heads);
     uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
     akv_quad_sizes quad = {0, 0, 0, 0, (uint32_t)akv_round_up(p->head_dim_k > p->head_dim_v ? p->head_dim_k : p->head_dim_v, 4)};
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        c->num_parts += parts_of(h->num_tokens);
+        c->num_parts += parts_of(h->num_tokens, p->num_kv_heads);
         if (h->kind != AKV_SEGMENT_COMPRESSED)
             continue;
         if (akv_quad_fits(h)) {
@@ -290,14 +295,14 @@ static void run_task(void *opaque, size_t index)
     uint64_t tokens = p->tail_tokens;
     uint32_t i = 0;
     for (; i < p->num_segments; i++) {
-        size_t parts = parts_of(akv_header_of(p->segments[i])->num_tokens);
+        size_t parts = parts_of(akv_header_of(p->segments[i])->num_tokens, p->num_kv_heads);
         if (part < parts) {
             tokens = akv_header_of(p->segments[i])->num_tokens;
             break;
         }
         part -= parts;
     }
-    uint64_t size = part_tokens(tokens);
+    uint64_t size = part_tokens(tokens, p->num_kv_heads);
     task.begin = part * size;
     task.end = tokens - task.begin < size ? tokens : task.begin + size;
     const akv_segment *segment = i == p->num_segments ? NULL : p->segments[i];
