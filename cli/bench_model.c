@@ -8,6 +8,7 @@
  * copy as a sequence, and all sequences then joined to one.
  */
 #include "bench_model.h"
+#include "bench.h"
 #include "session.h"
 
 #include <cjson/cJSON.h>
@@ -126,33 +127,22 @@ static void stock_close(stock *s)
     s->model = NULL;
 }
 
-static int stock_token(const stock *s, stock_peer *peer, size_t i, double *seconds)
+/* On one thread processor time, which a busy machine disturbs less: both sides then run in the caller. */
+static int stock_token(const stock *s, stock_peer *peer, size_t i, uint32_t threads, double *seconds)
 {
-    const double start = cli_now();
+    const double start = bench_seconds_now(threads);
     const int code = run_batch(peer->context, s->text + i % s->tokens, 1, peer->next++, 0);
-    *seconds = cli_now() - start;
+    *seconds = bench_seconds_now(threads) - start;
     return code;
 }
 
-static int our_token(cli_session *session, const stock *s, size_t i, double *seconds)
+static int our_token(cli_session *session, const stock *s, size_t i, uint32_t threads, double *seconds)
 {
     akv_diag diag = {AKV_OK, ""};
-    const double start = cli_now();
+    const double start = bench_seconds_now(threads);
     const akv_status status = akv_llama_decode(session->host, s->text + i % s->tokens, 1, AKV_LLAMA_LOGITS_LAST, &diag);
-    *seconds = cli_now() - start;
+    *seconds = bench_seconds_now(threads) - start;
     return status == AKV_OK ? CLI_OK : cli_fail_diag(status, &diag, NULL);
-}
-
-static int compare(const void *a, const void *b)
-{
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *x, size_t n)
-{
-    qsort(x, n, sizeof *x, compare);
-    return x[n / 2];
 }
 
 static void report(cJSON *rows, const stock *s, const cli_report *document, uint32_t threads, double ours, const stock_peer *peer,
@@ -199,7 +189,8 @@ static int run_turns(cli_session *session, const stock *s, uint32_t threads, uin
                     return CLI_SIGNAL + cli_interrupted();
                 if (p < NUM_PEERS && peers[p].context == NULL)
                     continue;
-                const int code = p == NUM_PEERS ? our_token(session, s, n + t, &seconds) : stock_token(s, &peers[p], n + t, &seconds);
+                const int code = p == NUM_PEERS ? our_token(session, s, n + t, threads, &seconds)
+                                                : stock_token(s, &peers[p], n + t, threads, &seconds);
                 if (code != CLI_OK)
                     return code;
                 if (t >= WARM_TOKENS)
@@ -211,10 +202,10 @@ static int run_turns(cli_session *session, const stock *s, uint32_t threads, uin
         return code;
     double theirs[NUM_PEERS], best = INFINITY;
     for (size_t p = 0; p < NUM_PEERS; p++) {
-        theirs[p] = peers[p].context != NULL ? median(peers[p].seconds, n) : INFINITY;
+        theirs[p] = peers[p].context != NULL ? bench_median(peers[p].seconds, n) : INFINITY;
         best = fmin(best, theirs[p]);
     }
-    const double mine = median(ours, n);
+    const double mine = bench_median(ours, n);
     for (size_t p = 0; p < NUM_PEERS; p++)
         if (peers[p].context != NULL)
             report(rows, s, &document, threads, mine, &peers[p], theirs[p], theirs[p] == best);

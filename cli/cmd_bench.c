@@ -275,7 +275,7 @@ const cli_command cli_cmd_bench = {
     "flash attention on f16, q8_0 and q4_0 caches and the library's own dense f16 attention. Prints nanoseconds per token\n"
     "and KV head, medians of rounds that take turns; on one thread processor time, otherwise the clock.\n"
     "With a model: tokens per second of the whole model behind packed documents, and of libllama on its own with as many\n"
-    "tokens in an f16 (with and without flash attention), q8_0 and q4_0 cache. By the clock: the machine should be idle.\n"
+    "tokens in an f16 (with and without flash attention), q8_0 and q4_0 cache. More than one thread: on an idle machine.\n"
     "\n"
     "  -m, --model FILE     GGUF model\n"
     "      --from DOC.akv   made by `akv pack`, once per ratio; may be given again\n"

@@ -2,6 +2,7 @@
 /* cmd_plan.c - `akv plan`: exact bytes for a document of N tokens, before anything is read. */
 #include "cli.h"
 #include "model_shape.h"
+#include "plan_speed.h"
 
 #include <cjson/cJSON.h>
 #include <getopt.h>
@@ -9,14 +10,16 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { OPT_LAYERS = 256, OPT_KV_HEADS, OPT_HEAD_DIM, OPT_HEAD_DIM_V, OPT_GQA_GROUP, OPT_ROTARY, OPT_PROFILE, OPT_JSON };
+enum { QUESTION = 128 }; /* tokens that are attended from at once, where speed is foretold */
+
+enum { OPT_GAPS = 255, OPT_LAYERS = 256, OPT_KV_HEADS, OPT_HEAD_DIM, OPT_HEAD_DIM_V, OPT_GQA_GROUP, OPT_ROTARY, OPT_PROFILE, OPT_JSON };
 
 typedef struct plan_options {
     const char *model;
     const char *json;
     uint64_t tokens;
     uint64_t layers, kv_heads, head_dim, head_dim_v, gqa_group, rotary_dim;
-    bool rotary_given;
+    bool rotary_given, gaps;
     akv_profile profile;
     cli_size_goal goal;
 } plan_options;
@@ -35,6 +38,7 @@ static int parse(int argc, char **argv, plan_options *o)
                                             {"head-dim-v", required_argument, NULL, OPT_HEAD_DIM_V},
                                             {"gqa-group", required_argument, NULL, OPT_GQA_GROUP},
                                             {"rotary-dim", required_argument, NULL, OPT_ROTARY},
+                                            {"gaps", no_argument, NULL, OPT_GAPS},
                                             {"json", required_argument, NULL, OPT_JSON},
                                             {"help", no_argument, NULL, 'h'},
                                             {NULL, 0, NULL, 0}};
@@ -58,6 +62,7 @@ static int parse(int argc, char **argv, plan_options *o)
             ok = cli_parse_u64("--rotary-dim", optarg, 0, 1024, &o->rotary_dim);
             o->rotary_given = true;
             break;
+        case OPT_GAPS: o->gaps = true; break;
         case OPT_JSON: o->json = optarg; break;
         default: return cli_usage(&cli_cmd_plan);
         }
@@ -88,6 +93,17 @@ static const char *reason_text(const akv_plan_info *info)
     }
 }
 
+static void print_speed(const char *label, const char *what, const plan_speed *s, const akv_plan_info *info)
+{
+    const char *verdict = plan_speed_verdict(s, info), *comma = s->why != NULL ? ", " : "", *why = s->why != NULL ? s->why : "";
+    printf("%-12s %s: ", label, what);
+    if (s->times_dense == 0)
+        printf("%s%s%s\n", strcmp(verdict, "dense") == 0 ? "that of dense attention" : "not measured", comma, why);
+    else
+        printf("%s than dense f16: %.2fx of our own, %.2fx of ggml's (%s kernels%s%s; 10x, one thread, nearest shape measured)\n",
+               strcmp(verdict, "even") == 0 ? "no faster" : verdict, s->times_dense, s->times_ggml, s->kernels, comma, why);
+}
+
 static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
 {
     double ratio = (double)info->dense_bytes / (double)info->bytes.total;
@@ -108,15 +124,35 @@ static int print_plan(const plan_options *o, const akv_shape *shape, uint32_t la
                (unsigned long long)(shape->num_tokens * shape->num_kv_heads));
     printf("one layer    %s\n", cli_bytes(info->bytes.total));
     cli_print_bytes_by_kind(stdout, &info->bytes);
+    const plan_speed one = plan_speed_of(shape, info, o->profile, 1, o->gaps);
+    const plan_speed many = plan_speed_of(shape, info, o->profile, QUESTION, o->gaps);
+    print_speed("speed", "one token at a time", &one, info);
+    print_speed("", "128 tokens at once", &many, info);
     if (info->min_keep_ratio > 0.0)
         printf("smallest     keep ratio %.5f (%.1fx), %s\n", info->min_keep_ratio, 1.0 / info->min_keep_ratio,
                cli_bytes(info->min_bytes * layers));
     return fflush(stdout) == 0 ? CLI_OK : cli_fail(CLI_IO, "cannot write to standard output");
 }
 
-static int write_json(const char *path, akv_profile profile, const akv_shape *shape, uint32_t layers,
-                      const akv_plan_info *info)
+static cJSON *speed_json(const plan_options *o, const akv_shape *shape, const akv_plan_info *info, uint64_t queries)
 {
+    const plan_speed s = plan_speed_of(shape, info, o->profile, queries, o->gaps);
+    cJSON *object = cJSON_CreateObject();
+    cJSON_AddStringToObject(object, "verdict", plan_speed_verdict(&s, info));
+    cJSON_AddStringToObject(object, "kernels", s.kernels);
+    if (s.times_dense != 0) {
+        cJSON_AddNumberToObject(object, "times_dense", s.times_dense);
+        cJSON_AddNumberToObject(object, "times_ggml_f16", s.times_ggml);
+    }
+    if (s.why != NULL)
+        cJSON_AddStringToObject(object, "why", s.why);
+    return object;
+}
+
+static int write_json(const plan_options *o, const akv_shape *shape, uint32_t layers, const akv_plan_info *info)
+{
+    const char *path = o->json;
+    const akv_profile profile = o->profile;
     cJSON *root = cJSON_CreateObject();
     cJSON_AddStringToObject(root, "version", akv_version());
     cJSON_AddStringToObject(root, "command", "plan");
@@ -134,6 +170,8 @@ static int write_json(const char *path, akv_profile profile, const akv_shape *sh
         cJSON_AddNumberToObject(root, "residuals_v", (double)info->residuals_v);
     }
     cJSON_AddItemToObject(root, "bytes_per_layer", cli_bytes_json(&info->bytes));
+    cJSON_AddItemToObject(root, "speed_decode", speed_json(o, shape, info, 1));
+    cJSON_AddItemToObject(root, "speed_question", speed_json(o, shape, info, QUESTION));
     cJSON_AddNumberToObject(root, "min_bytes", (double)(info->min_bytes * layers));
     cJSON_AddNumberToObject(root, "min_keep_ratio", info->min_keep_ratio);
     return cli_json_write(root, path);
@@ -190,7 +228,7 @@ static int run(int argc, char **argv)
     akv_status status = akv_plan(&shape, &config, &info, &diag);
     if (status != AKV_OK)
         return cli_fail_diag(status, &diag, NULL);
-    code = o.json != NULL ? write_json(o.json, o.profile, &shape, layers, &info) : CLI_OK;
+    code = o.json != NULL ? write_json(&o, &shape, layers, &info) : CLI_OK;
     if (code == CLI_OK && (o.json == NULL || strcmp(o.json, "-") != 0))
         code = print_plan(&o, &shape, layers, &info);
     return code;
@@ -202,6 +240,7 @@ const cli_command cli_cmd_plan = {
     "       akv plan --layers L --kv-heads H --head-dim D --tokens N [options]\n"
     "\n"
     "Computes the bytes of the compressed cache before reading anything; the result is exact, not an estimate.\n"
+    "Says too whether attention from it is faster than dense attention on this machine, as far as that was measured.\n"
     "With a model whose layers partly use a sliding window the figures are an upper bound: those layers stay native.\n"
     "\n"
     "  -m, --model FILE     GGUF model to take the shape from\n"
@@ -216,6 +255,7 @@ const cli_command cli_cmd_plan = {
     "      --ratio X        the same the other way round: X times smaller\n"
     "      --budget BYTES   the same in bytes, all layers together; K, M, G are powers of 1024\n"
     "      --profile NAME   default; paper: the method exactly as published\n"
+    "      --gaps           the positions will have gaps (tokens left out): attention then takes a slower way\n"
     "      --json FILE      write the figures as JSON (\"-\": to standard output, instead of the text)\n"
     "  -h, --help           this text\n"
     "\n"

@@ -33,6 +33,33 @@ def test_help(t):
         t.run(command, "--nonsense", code=1, err="--help")
 
 
+def check_speed(t):
+    """A plan says where attention from the compressed form is slower than dense attention."""
+
+    def speed(*args, cpu=None):
+        if cpu is not None:
+            os.environ["AKV_CPU"] = cpu
+        done = t.run("plan", *SHAPE, *args, "--json", "-")
+        os.environ.pop("AKV_CPU", None)
+        plan = json.loads(done.out)
+        return plan["speed_decode"], plan["speed_question"]
+
+    for one in speed("--tokens", "8192", cpu="generic"):
+        t.check(one["verdict"] == "slower" and one["kernels"] == "plain C" and one["times_dense"] < 0.95, f"plan: plain C is {one}")
+    for one in speed("--tokens", "8192", "--gaps"):
+        t.check(one["verdict"] == "slower" and "gaps" in one["why"], f"plan: gaps are {one}")
+    best, question = speed("--tokens", "8192")
+    if best["kernels"] == "AVX-512 VNNI":
+        t.check(best["verdict"] == "faster" and best["times_dense"] > 1 and best["times_ggml_f16"] > 1, f"plan: one token is {best}")
+        t.check(question["verdict"] == "slower" and question["times_dense"] < 1, f"plan: 128 tokens are {question}")
+        capped, _ = speed("--tokens", "8192", cpu="avx512")  # these kernels ask for VNNI, else they are AVX2's
+        t.check(capped["kernels"] == "AVX2" and capped["times_ggml_f16"] < best["times_ggml_f16"], f"plan: without VNNI {capped}")
+    for args, why in ((("--tokens", "512"), "1024"), (("--tokens", "8192", "--profile", "paper"), "profile")):
+        t.check([one["verdict"] for one in speed(*args) if why in one["why"]] == ["unmeasured"] * 2, f"plan {args}: {speed(*args)}")
+    t.check([one["verdict"] for one in speed("--tokens", "16")] == ["dense"] * 2, "plan: within the window it is dense attention")
+    t.run("plan", *SHAPE, "--tokens", "8192", "--gaps", out="slower than dense f16")
+
+
 def test_plan(t, folder):
     t.run("plan", *SHAPE, "--tokens", "131072", "--ratio", "20", out="compressed")
     path = os.path.join(folder, "plan.json")
@@ -57,6 +84,7 @@ def test_plan(t, folder):
         t.check(("residuals_k" in plan) == (name == "paper"), f"plan: a number of residuals that nobody can know, or none, in {name}")
         t.check((kinds["model"] > 0) == (name == "default"), f"plan: {kinds['model']} bytes of means, bases and tables in {name}")
     t.run("plan", *SHAPE, "--tokens", "8192", out="profile      default")
+    check_speed(t)
     tight = t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "1000", code=3)
     smallest = json.loads(t.run("plan", *SHAPE, "--tokens", "4096", "--ratio", "4", "--json", "-").out)["min_keep_ratio"]
     t.check(f"{smallest:.3f}"[:5] in tight.err, f"plan: the smallest keep ratio {smallest} is not named: {tight.err}")
