@@ -29,6 +29,7 @@ typedef struct chat {
     cli_sampler sampler;
     int32_t *starts; /* [num_turns] position where each turn began */
     uint32_t num_turns;
+    int unsaved; /* why the session's file does not hold all that was said, or CLI_OK */
     bool behind_document; /* the first turn asks about a document, else it opens the chat */
     uint64_t answer_tokens;
     double answer_seconds;
@@ -80,13 +81,15 @@ static int save(chat *c, const char *path, uint64_t *bytes)
     return code;
 }
 
-/* After every change, when there is a session file. Failing to save does not end a conversation; it is said. */
+/* After every change, when there is a session file. Failing to save does not end a conversation; it is said, and in the
+ * end the exit code says it too, unless a later save went well. */
 static void autosave(chat *c)
 {
     uint64_t bytes = 0;
     if (c->file == NULL)
         return;
-    if (save(c, c->file, &bytes) != CLI_OK)
+    c->unsaved = save(c, c->file, &bytes);
+    if (c->unsaved != CLI_OK)
         cli_warn("%s was not written; the conversation goes on", c->file);
     else if (!c->settings.quiet && !chat_line_is_interactive())
         cli_note("%" PRIu32 " turns saved, %" PRIu64 " bytes", c->num_turns, bytes);
@@ -497,6 +500,8 @@ static int run(int argc, char **argv)
         code = converse(&c);
     if (code == CLI_OK && c.settings.json != NULL)
         code = write_json(&c);
+    if (code == CLI_OK && c.unsaved != CLI_OK)
+        code = cli_fail(c.unsaved, "%s does not hold the whole conversation", c.file);
     cli_session_close(&c.session);
     cli_settings_free(&c.settings);
     free(c.starts);
