@@ -37,7 +37,9 @@ static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint6
 {
     const serve_engine *e = opaque;
     (void)stage, (void)done, (void)total;
-    return e->running != NULL && (atomic_load(&e->running->cancelled) || cli_now() > e->running->deadline);
+    const bool stop = e->running != NULL && (atomic_load(&e->running->cancelled) || cli_now() > e->running->deadline);
+    serve_stopped(stop);
+    return stop;
 }
 
 /* With the lock. Who went away, or waited too long, does not take anybody's place. */

@@ -174,10 +174,20 @@ typedef struct parts {
     serve_http *http;
 } parts;
 
+/* The step that computes now was told to stop: what libllama then says of it is no news. */
+static atomic_bool stopped;
+
+void serve_stopped(bool stop)
+{
+    atomic_store(&stopped, stop);
+}
+
 static void on_log(void *opaque, const char *text)
 {
     size_t length = strlen(text);
     (void)opaque;
+    if (atomic_load(&stopped))
+        return;
     while (length > 0 && (text[length - 1] == '\n' || text[length - 1] == ' '))
         length--;
     if (length > 0)

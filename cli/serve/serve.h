@@ -85,6 +85,9 @@ void serve_turn_give(serve_turn *turn);
 /* Lets others go first, if there are any. */
 void serve_turn_yield(serve_turn *turn);
 
+/* options.c. Whether the step that computes was told to stop; for what is logged meanwhile. */
+void serve_stopped(bool stop);
+
 /* -------------------------------------------------------------------------------------------------------- documents */
 
 typedef enum serve_document_state {

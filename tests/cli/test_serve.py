@@ -324,14 +324,18 @@ def test_documents(h, s, text):
     status, e, _ = s.ask("POST", "/v1/chat/completions", chat("What is this?", document=d))
     h.check(status == 409 and e["error"]["code"] == "document_not_ready", f"not ready: {status} {e}")
     short = s.upload("Too short to be made ten times smaller. " * 8, ratio=10)
+    hopeless = s.upload(text, ratio=900)
     info = s.wait_ready(d)
     h.check(info["name"] == "../../etc/passwd" and info["tokens"] == info["tokens_read"] > 300, f"ready: {info}")
     h.check(3.9 < info["ratio"] < 4.6 and abs(info["dense_bytes"] / info["bytes"] - info["ratio"]) < 1e-6, f"ratio: {info}")
-    failed = s.wait_ready(short, state="failed")
-    h.check(failed["error"], f"no reason: {failed}")
-    h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=short))[1]["error"]["code"] == "document_failed", "failed, asked")
+    whole = s.wait_ready(short)
+    h.check(whole["ratio"] == 1.0 and whole["error"] is None, f"short, kept exactly: {whole}")
+    failed = s.wait_ready(hopeless, state="failed")
+    h.check("keep ratio" in failed["error"], f"no reason: {failed}")
+    h.check(s.ask("POST", "/v1/chat/completions", chat("x", document=hopeless))[1]["error"]["code"] == "document_failed", "failed, asked")
     listed = s.ask("GET", "/v1/documents")[1]
-    h.check(listed["object"] == "list" and [x["id"] for x in listed["data"]] == [short, d], f"list: {listed}")
+    h.check(listed["object"] == "list" and [x["id"] for x in listed["data"]] == [hopeless, short, d], f"list: {listed}")
+    s.ask("DELETE", "/v1/documents/" + hopeless)
     h.check(s.ask("DELETE", "/v1/documents/" + short)[1] == {"id": short, "object": "document", "deleted": True}, "delete")
 
     # two conversations at once say what each says alone, and do not wait for each other
