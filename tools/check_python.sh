@@ -48,15 +48,16 @@ ready() { mv "$deps/$1/.new" "$deps/$1/.stamp"; }
 
 started=$SECONDS
 if environment main tools/python-requirements.txt; then
-    "$deps/main/bin/pip" install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements.txt
+    "$deps/main/bin/python" -m pip install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements.txt
     ready main
 fi
 site=$("$deps/main/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 if environment kvpress tools/python-requirements.txt tools/python-requirements-kvpress.txt; then
-    "$deps/kvpress/bin/pip" install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements-kvpress.txt
-    echo "$site" >"$("$deps/kvpress/bin/python" -c 'import site; print(site.getsitepackages()[0])')/main.pth"
+    "$deps/kvpress/bin/python" -m pip install -q --no-cache-dir --no-compile --require-hashes --no-deps -r tools/python-requirements-kvpress.txt
     ready kvpress
 fi
+# Every time: the checkout may have moved.
+echo "$site" >"$("$deps/kvpress/bin/python" -c 'import site; print(site.getsitepackages()[0])')/main.pth"
 if environment clean tools/python-requirements.txt; then
     ready clean
 fi
@@ -69,7 +70,7 @@ numpy=$(sed -n 's/^numpy==\([0-9.]*\).*/\1/p' tools/python-requirements.txt)
 clean=$("$deps/clean/bin/python" -c 'import site; print(site.getsitepackages()[0])')
 cp -a "$site/numpy" "$site/numpy-$numpy.dist-info" "$site/numpy.libs" "$clean/"
 for name in main kvpress clean; do
-    "$deps/$name/bin/pip" install -q --no-deps --no-index --force-reinstall "$deps"/wheel/*.whl
+    "$deps/$name/bin/python" -m pip install -q --no-deps --no-index --force-reinstall "$deps"/wheel/*.whl
 done
 say "wheel built and installed after $((SECONDS - started)) s"
 "$deps/clean/bin/python" python/tests/wheel_check.py

@@ -62,7 +62,7 @@ static akv_status compress(serve_documents *s, serve_document *d, akv_llama_stor
     akv_status status = akv_llama_prefill(s->reader, d->tokens, d->num_tokens, 0, diag);
     if (status == AKV_OK)
         status = akv_llama_compress(s->reader, AKV_LLAMA_ANCHOR, &config, store, diag);
-    if (status == AKV_E_INFEASIBLE && d->num_tokens < SHORT_TOKENS) /* said: its ratio is 1 */
+    if (status == AKV_E_INFEASIBLE && d->num_tokens < SHORT_TOKENS) /* seen in its ratio of about 1 */
         status = akv_llama_compress(s->reader, AKV_LLAMA_EXACT, &config, store, diag);
     akv_llama_free_dense(s->reader, NULL);
     return status;

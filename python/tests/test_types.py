@@ -41,14 +41,15 @@ def test_marker():
 
 
 def test_import_is_quick_and_without_torch():
-    """Processor time of a fresh interpreter, so that a busy machine does not matter; numpy's share is in it."""
+    """Processor time of a fresh interpreter, so that a busy machine does not matter. Without numpy's own share, which is 0.3 s
+    where its modules were never compiled to bytecode."""
     program = (
-        "import time; t = time.process_time(); import sys, anchorkv; t = time.process_time() - t\n"
+        "import sys, time, numpy; t = time.process_time(); import anchorkv; t = time.process_time() - t\n"
         "late = {'torch', 'transformers', 'kvpress', 'anchorkv.transformers_cache'} & set(sys.modules)\n"
         "assert not late, late\nprint(t)"
     )
     times = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(3)]
-    assert min(times) < 0.3, times
+    assert min(times) < 0.1, times
 
 
 def test_lazy_names_are_found():
