@@ -21,8 +21,9 @@
  *
  * Peers to compare with: akv_llama_prefill_cache and akv_llama_compress_with.
  *
- * A host is used by one thread at a time; what takes a const host and returns texts or tokens may run beside it. Outputs are untouched on failure; the host stays usable. The one piece of
- * process-wide state is libllama's own log hook, which akv_llama_open sets.
+ * A host is used by one thread at a time; what takes a const host and returns texts or tokens may run beside it. Outputs are
+ * untouched on failure; the host stays usable. The one piece of process-wide state is libllama's own log hook, which akv_llama_open
+ * sets.
  */
 #ifndef AKV_LLAMA_H
 #define AKV_LLAMA_H
@@ -466,7 +467,7 @@ const int32_t *akv_llama_history(const akv_llama *host);
  * call makes B. akv_llama_attach, _detach and _prefill set the conversation in B aside too.
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_MISMATCH, AKV_E_NO_MEMORY (each leaves the one in B there, or sets it aside),
  * AKV_E_BAD_STATE (`to` is in another host's B, or was lost when there was no memory to set it aside), AKV_E_CORRUPT (libllama does
- * not take its cells back; akv_llama_rewind mends it).
+ * not take its cells back: `to` goes on waiting, and nothing is in B).
  *
  * akv_llama_conversation_free() - from B too. Only on the thread that uses the host, and before the host is closed if it is in its B.
  * akv_llama_conversation_bytes() - of B's cells, while it is set aside; 0 in B, and before its first token.

@@ -157,9 +157,11 @@ akv_status akv_llama_switch(akv_llama *host, akv_llama_conversation *to, akv_dia
     host->retargets = to->retargets;
     host->logits_rows = 0;
     status = to->begun ? go_on(host, to, diag) : begin(host, diag);
-    if (status != AKV_OK && !to->begun) { /* nothing of it is there yet */
-        akvl_running_free(host);
-        free(host->history);
+    if (status != AKV_OK) {
+        if (!to->begun) { /* nothing of it is there yet; one that waits goes on waiting, with all it has */
+            akvl_running_free(host);
+            free(host->history);
+        }
         spare(host);
         return status;
     }
@@ -169,7 +171,7 @@ akv_status akv_llama_switch(akv_llama *host, akv_llama_conversation *to, akv_dia
     to->host = host;
     host->current = to;
     akvl_note_store(host, host->store);
-    return status;
+    return AKV_OK;
 }
 
 void akv_llama_conversation_free(akv_llama_conversation *c)
