@@ -132,6 +132,21 @@ AKV_API akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *works
 AKV_API void akv_cuda_plan_destroy(akv_cuda_plan *plan); /* NULL is fine */
 
 /*
+ * akv_cuda_plan_bytes() - the workspace in two parts: `own` bytes that a plan keeps, `scratch` bytes that hold something
+ * during a step only. Errors as akv_cuda_plan_create.
+ */
+AKV_API akv_status akv_cuda_plan_bytes(const akv_cuda_batch *batch, size_t *own, size_t *scratch, akv_diag *diag);
+
+/*
+ * akv_cuda_plan_create_shared() - akv_cuda_plan_create with the two parts apart, so that plans may share `scratch`: those
+ * of a model's layers, whose steps follow one another on one stream. Both are device memory, AKV_CUDA_ALIGN aligned;
+ * scratch must be the plan's alone while one of its steps runs. Errors as akv_cuda_plan_create.
+ */
+AKV_API akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void *own, size_t own_bytes, void *scratch,
+                                               size_t scratch_bytes, akv_cuda_stream stream, akv_cuda_plan **out,
+                                               akv_diag *diag);
+
+/*
  * akv_cuda_attend() - one decode step of one layer for the whole batch; the formula of akv_attend.
  *
  * Enqueues kernels on `stream` and returns. Outputs are written for every row; a row that sees nothing gives zeros.

@@ -391,18 +391,61 @@ static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, 
     return AKV_OK;
 }
 
+akv_status akv_cuda_plan_bytes(const akv_cuda_batch *batch, size_t *own, size_t *scratch, akv_diag *diag)
+{
+    if (own == NULL || scratch == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "own and scratch must not be NULL");
+    AKV_TRY(check_batch(batch, diag));
+    places at;
+    AKV_TRY(measure(batch, &at, diag));
+    *own = at.max;
+    *scratch = at.total - at.max;
+    return AKV_OK;
+}
+
+static bool is_buffer(const void *memory)
+{
+    return memory != NULL && (uintptr_t)memory % AKV_CUDA_ALIGN == 0;
+}
+
+static akv_status create(const akv_cuda_batch *batch, const places *where, uint8_t *ws, uint8_t *scratch, akv_cuda_stream stream,
+                         akv_cuda_plan **out, akv_diag *diag);
+
 akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, size_t workspace_bytes, akv_cuda_stream stream,
                                 akv_cuda_plan **out, akv_diag *diag)
 {
     AKV_TRY(check_batch(batch, diag));
     places at;
     AKV_TRY(measure(batch, &at, diag));
-    if (out == NULL || workspace == NULL || (uintptr_t)workspace % AKV_CUDA_ALIGN != 0)
+    if (out == NULL || !is_buffer(workspace))
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the workspace must be device memory aligned to %u bytes, out must not be NULL",
                         AKV_CUDA_ALIGN);
     if (workspace_bytes < at.total)
         return akv_fail(diag, AKV_E_NO_SPACE, "the workspace has %zu bytes; this batch needs %zu (akv_cuda_workspace_bytes)",
                         workspace_bytes, at.total);
+    return create(batch, &at, workspace, (uint8_t *)workspace + at.max, stream, out, diag);
+}
+
+akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void *own, size_t own_bytes, void *scratch, size_t scratch_bytes,
+                                       akv_cuda_stream stream, akv_cuda_plan **out, akv_diag *diag)
+{
+    AKV_TRY(check_batch(batch, diag));
+    places at;
+    AKV_TRY(measure(batch, &at, diag));
+    if (out == NULL || !is_buffer(own) || !is_buffer(scratch))
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "own and scratch must be device memory aligned to %u bytes, out must not be NULL",
+                        AKV_CUDA_ALIGN);
+    if (own_bytes < at.max || scratch_bytes < at.total - at.max)
+        return akv_fail(diag, AKV_E_NO_SPACE, "own has %zu bytes and scratch %zu; this batch needs %zu and %zu (akv_cuda_plan_bytes)",
+                        own_bytes, scratch_bytes, at.max, at.total - at.max);
+    return create(batch, &at, own, scratch, stream, out, diag);
+}
+
+/* A plan whose lists, [0, places.max), lie in `ws` and whose intermediate results, the rest, in `scratch`. */
+static akv_status create(const akv_cuda_batch *batch, const places *where, uint8_t *ws, uint8_t *scratch, akv_cuda_stream stream,
+                         akv_cuda_plan **out, akv_diag *diag)
+{
+    places at = *where;
     int ordinal = 0, major = 0;
     AKV_TRY(check_device(batch, &at, &ordinal, &major, diag));
     for (uint32_t q = 0; q < batch->num_sequences; q++)
@@ -413,7 +456,6 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     akv_cuda_plan *plan = calloc(1, sizeof *plan);
     if (plan == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a plan of %zu bytes", sizeof *plan);
-    uint8_t *ws = workspace;
     akv_status status = send(batch, &at, ws, stream, diag);
     if (status != AKV_OK) {
         free(plan);
@@ -438,9 +480,9 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     c->tails = (const akv_tail *)(const void *)(ws + at.tails);
     c->first_slot = (const uint32_t *)(const void *)(ws + at.first_slot);
     c->tail_lengths = batch->tail_lengths;
-    c->partials.max = (float *)(void *)(ws + at.max);
-    c->partials.sum = (float *)(void *)(ws + at.sum);
-    c->partials.acc = (float *)(void *)(ws + at.acc);
+    c->partials.max = (float *)(void *)(scratch + (at.max - at.max));
+    c->partials.sum = (float *)(void *)(scratch + (at.sum - at.max));
+    c->partials.acc = (float *)(void *)(scratch + (at.acc - at.max));
     c->num_span_blocks = at.num_span_blocks;
     c->num_span_items = (uint32_t)at.num_span_items;
     c->num_pools = (uint32_t)at.num_pools;
@@ -455,13 +497,13 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     c->prepared_bytes = at.prepared_bytes;
     c->first_item = (const uint32_t *)(const void *)(ws + at.first_item);
     c->first_part = (const uint32_t *)(const void *)(ws + at.first_part);
-    c->prepared = ws + at.prepared;
+    c->prepared = scratch + (at.prepared - at.max);
     c->span_items = (const akv_span_item *)(const void *)(ws + at.span_items);
     c->pools = (const akv_pool *)(const void *)(ws + at.pools);
-    c->states.max = (float *)(void *)(ws + at.span_max);
-    c->states.sum = (float *)(void *)(ws + at.span_sum);
-    c->states.sums = (float *)(void *)(ws + at.span_sums);
-    c->states.hist = (float *)(void *)(ws + at.span_hist);
+    c->states.max = (float *)(void *)(scratch + (at.span_max - at.max));
+    c->states.sum = (float *)(void *)(scratch + (at.span_sum - at.max));
+    c->states.sums = (float *)(void *)(scratch + (at.span_sums - at.max));
+    c->states.hist = (float *)(void *)(scratch + (at.span_hist - at.max));
     fill_values(&c->values);
     *out = plan;
     return AKV_OK;

@@ -253,6 +253,48 @@ static void outputs_of_16_bits(void)
     world_free(&w);
 }
 
+/* Two plans that share their scratch memory, step by step in turn, give what plans of their own give. */
+static void shared_scratch(void)
+{
+    world w, other;
+    world_make(&w);
+    world_plan(&w);
+    world_make(&other);
+    other.batch.sm_scale = 0.25; /* so that what one leaves behind is of no use to the other */
+    world_plan(&other);
+    size_t own = 0, scratch = 0, n = SEQUENCES * H * G * D;
+    akv_diag diag = {0};
+    CHECK_STATUS(akv_cuda_plan_bytes(&w.batch, &own, &scratch, &diag), AKV_OK, &diag);
+    CHECK_MSG(own > 0 && scratch > 0 && own + scratch == w.ws_bytes, "%zu + %zu bytes, %zu together", own, scratch, w.ws_bytes);
+    float *want[2] = {must(malloc(n * sizeof(float))), must(malloc(n * sizeof(float)))}, *got = must(malloc(n * sizeof *got));
+    run_step(&w, want[0]);
+    run_step(&other, want[1]);
+    void *mine[2] = {device_new(own), device_new(own)}, *both = device_new(scratch);
+    world *worlds[2] = {&w, &other};
+    akv_cuda_plan *refused = NULL;
+    CHECK_STATUS(akv_cuda_plan_create_shared(&w.batch, mine[0], own - 1, both, scratch, NULL, &refused, &diag), AKV_E_NO_SPACE, &diag);
+    CHECK_STATUS(akv_cuda_plan_create_shared(&w.batch, mine[0], own, both, scratch - 1, NULL, &refused, &diag), AKV_E_NO_SPACE, &diag);
+    CHECK_STATUS(akv_cuda_plan_create_shared(&w.batch, mine[0], own, NULL, scratch, NULL, &refused, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cuda_plan_bytes(&w.batch, &own, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    for (int i = 0; i < 2; i++) {
+        akv_cuda_plan_destroy(worlds[i]->plan);
+        worlds[i]->plan = NULL;
+        CHECK_STATUS(akv_cuda_plan_create_shared(&worlds[i]->batch, mine[i], own, both, scratch, NULL, &worlds[i]->plan, &diag), AKV_OK,
+                     &diag);
+    }
+    for (int turn = 0; turn < 4; turn++) {
+        run_step(worlds[turn % 2], got);
+        CHECK_MSG(memcmp(got, want[turn % 2], n * sizeof *got) == 0, "turn %d differs", turn);
+    }
+    for (int i = 0; i < 2; i++) {
+        free(want[i]);
+        world_free(worlds[i]);
+        device_free(mine[i]);
+    }
+    free(got);
+    device_free(both);
+}
+
 static void refusals(void)
 {
     world w;
@@ -332,6 +374,7 @@ int main(int argc, char **argv)
     TEST(ragged);
     TEST(lengths_on_device_and_graph);
     TEST(outputs_of_16_bits);
+    TEST(shared_scratch);
     TEST(refusals);
     return TEST_DONE();
 }
