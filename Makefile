@@ -18,7 +18,7 @@ help:
 	@echo 'make check-compilers  other compilers, another C library, 32 bit, clang-tidy, cppcheck; tools/deps.sh compilers brings them'
 	@echo 'make build    the library, the llama.cpp host and the akv command, in build/release/'
 	@echo 'make bench    attention from the compressed form against ggml, one layer (akv bench)'
-	@echo 'make fuzz     libFuzzer over files, segments and compression, T=60 seconds each (needs clang)'
+	@echo 'make fuzz     libFuzzer over files, segments, compression and requests, T=60 seconds each (needs clang)'
 	@echo 'make install  what build made, into PREFIX (now: $(PREFIX))'
 	@echo 'make deps     only bring the dependencies (.deps/, or AKV_DEPS)'
 	@echo 'make clean    remove build/ (dependencies stay; rm -rf .deps removes them)'

@@ -25,7 +25,7 @@ void serve_job_release(serve_documents *documents, serve_job *job)
     if (job == NULL || atomic_fetch_sub(&job->references, 1) != 1)
         return;
     serve_document_release(documents, job->document);
-    akv_llama_free_tokens(job->prompt);
+    free(job->prompt);
     for (size_t i = 0; i < job->num_stops; i++)
         free(job->stops[i]);
     cli_buffer_free(&job->pending);

@@ -189,7 +189,7 @@ typedef struct serve_job {
     int64_t created;
     bool chat, stream, include_usage;
     serve_document *document; /* NULL: the prompt is everything */
-    int32_t *prompt;          /* [num_prompt], what stands behind the document */
+    int32_t *prompt;          /* [num_prompt], what stands behind the document; from malloc */
     size_t num_prompt;
     uint64_t max_tokens;
     double temperature, top_p;

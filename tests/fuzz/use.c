@@ -78,6 +78,27 @@ void fuzz_use_segment(const akv_segment *segment)
     attend(segment, s);
 }
 
+void fuzz_look_at_segment(const akv_segment *segment)
+{
+    enum { FEW = 3 };
+    akv_diag diag = {AKV_OK, ""};
+    akv_segment_info info;
+    akv_segment_info_init(&info);
+    HOLDS(akv_segment_get_info(segment, &info, &diag) == AKV_OK, "info: %s", diag.message);
+    const akv_shape *s = &info.shape;
+    HOLDS(s->num_tokens >= 1 && s->num_kv_heads >= 1 && s->gqa_group >= 1, "an empty shape");
+    const uint64_t n = s->num_tokens < FEW ? s->num_tokens : FEW;
+    float *k = malloc(FEW * sizeof *k * s->head_dim_k), *v = malloc(FEW * sizeof *v * s->head_dim_v);
+    HOLDS(k && v, "no memory");
+    for (int end = 0; end < 2; end++) {
+        const uint32_t head = end ? s->num_kv_heads - 1 : 0;
+        const akv_status status = akv_segment_decode(segment, head, end ? s->num_tokens - n : 0, n, k, v, &diag);
+        HOLDS(status == AKV_OK, "decode: %s", diag.message);
+    }
+    free(k);
+    free(v);
+}
+
 void fuzz_rewrite_segment(akv_segment *segment, uint64_t pick)
 {
     akv_diag diag = {AKV_OK, ""};
