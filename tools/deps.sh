@@ -126,6 +126,8 @@ missing_compilers() {
     command -v cppcheck >/dev/null || echo cppcheck
     command -v musl-gcc >/dev/null || echo musl-tools
     command -v s390x-linux-gnu-gcc >/dev/null || echo gcc-s390x-linux-gnu
+    printf '#include <stdio.h>\n' | aarch64-linux-gnu-gcc -E -xc - >/dev/null 2>&1 || echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+    command -v qemu-aarch64 >/dev/null || echo qemu-user
 }
 step_compilers() { bring missing_compilers; }
 

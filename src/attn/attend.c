@@ -6,6 +6,7 @@
  */
 #include "attn/attend.h"
 #include "core/ladder.h"
+#include "core/maths.h"
 #include "core/sizes.h"
 #include "core/slots.h"
 #include "kernels/quad.h"
@@ -262,7 +263,8 @@ static void make_tables(akv_call *c)
         at += (size_t)planes * AKV_TURN_SPAN * 2;
         for (uint32_t j = 0; j < planes; j++) {
             /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */
-            double co = cos(inv_freq[j]), si = sin(inv_freq[j]), x = 1.0, y = 0.0;
+            double co, si, x = 1.0, y = 0.0;
+            akv_sincos(inv_freq[j], &si, &co);
             for (uint32_t o = 0; o < AKV_TURN_SPAN; o++) {
                 cosine[(size_t)o * planes + j] = (float)x;
                 sine[(size_t)o * planes + j] = (float)y;
@@ -357,11 +359,11 @@ static void merge_rows(const akv_call *c)
                 out[d] = 0.0f;
             if (max != -INFINITY || nan) {
                 if (p->sinks != NULL)
-                    sum += expf(p->sinks[q] - max);
+                    sum += akv_expf(p->sinks[q] - max);
                 for (size_t i = 0; i < c->num_parts; i++) {
                     if (partial[i].max[r] == -INFINITY && partial[i].sum[r] == 0.0f)
                         continue;
-                    float w = nan ? NAN : expf(partial[i].max[r] - max);
+                    float w = nan ? NAN : akv_expf(partial[i].max[r] - max);
                     sum += w * partial[i].sum[r];
                     akv_axpy_f32(w, partial[i].acc + (size_t)r * dv, out, dv);
                 }

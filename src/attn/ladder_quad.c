@@ -275,7 +275,7 @@ static bool block_weights(const quad_range *c, uint32_t n, quad_softmax *f, floa
     const uint32_t slots = (uint32_t)akv_round_up(n, 16);
     float *x = c->s->logits;
     for (uint32_t i = 0; cap != 0.0f && i < slots * 4; i++)
-        x[i] = cap * tanhf(x[i] / cap);
+        x[i] = cap * akv_tanhf(x[i] / cap);
     for (uint32_t t = n; t < slots; t++)
         for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++)
             x[(size_t)akv_quad_slot(t) * 4 + r] = -INFINITY;
@@ -287,7 +287,7 @@ static bool block_weights(const quad_range *c, uint32_t n, quad_softmax *f, floa
         shrink[r] = 1.0f;
         if (f->max[r] == -INFINITY || (before[r] != -INFINITY && f->max[r] <= f->base[r] + HEADROOM))
             continue; /* where only NaN came by, the base of 0 keeps it in the sum */
-        shrink[r] = before[r] == -INFINITY ? 1.0f : expf(f->base[r] - f->max[r]);
+        shrink[r] = before[r] == -INFINITY ? 1.0f : akv_expf(f->base[r] - f->max[r]);
         any |= before[r] != -INFINITY;
         f->base[r] = f->max[r];
         f->sum[r] *= shrink[r];
@@ -404,7 +404,7 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         }
         finish(&c, out->acc + (size_t)row0 * dv);
         for (uint32_t r = 0; r < c.rows; r++) { /* relative to the maximum, as every part is */
-            const float down = f.max[r] == -INFINITY ? 1.0f : expf(f.base[r] - f.max[r]);
+            const float down = f.max[r] == -INFINITY ? 1.0f : akv_expf(f.base[r] - f.max[r]);
             out->max[row0 + r] = f.max[r];
             out->sum[row0 + r] = f.sum[r] * down;
             for (uint32_t i = 0; i < dv; i++)
@@ -440,10 +440,8 @@ void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_pl
     double co[AKV_QUAD_MAX_DIM / 2], si[AKV_QUAD_MAX_DIM / 2], half_co[AKV_QUAD_MAX_DIM / 2], half_si[AKV_QUAD_MAX_DIM / 2];
     double x[AKV_QUAD_MAX_DIM / 2], y[AKV_QUAD_MAX_DIM / 2];
     for (uint32_t j = 0; j < planes; j++) {
-        half_co[j] = cos(0.5 * inv_freq[j]);
-        half_si[j] = sin(0.5 * inv_freq[j]);
-        co[j] = cos(inv_freq[j]);
-        si[j] = sin(inv_freq[j]);
+        akv_sincos(0.5 * inv_freq[j], &half_si[j], &half_co[j]);
+        akv_sincos(inv_freq[j], &si[j], &co[j]);
         x[j] = 1.0;
         y[j] = 0.0;
     }

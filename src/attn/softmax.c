@@ -26,7 +26,7 @@ static void soft_cap(float *logits, uint32_t n, float cap)
 {
     float inverse = 1.0f / cap;
     for (uint32_t i = 0; i < n; i++)
-        logits[i] = cap * tanhf(logits[i] * inverse);
+        logits[i] = cap * akv_tanhf(logits[i] * inverse);
 }
 
 static void apply_mask(const akv_attend_params *p, float *logits, uint32_t t, uint64_t b0, uint32_t n)
@@ -63,7 +63,7 @@ void akv_softmax_block(const akv_task *task, float *logits, size_t stride, uint6
             shrink[r] = 1.0f;
             continue;
         }
-        shrink[r] = max[r] == -INFINITY ? 0.0f : expf(max[r] - m);
+        shrink[r] = max[r] == -INFINITY ? 0.0f : akv_expf(max[r] - m);
         sum[r] = sum[r] * shrink[r] + kernels->exp_sum(l, n, m);
         max[r] = m;
     }
@@ -139,8 +139,8 @@ void akv_attend_merge(uint64_t n, uint32_t dim, float *out_a, float *max_a, floa
         if (sum_b[r] == 0.0f && max_b[r] == -INFINITY)
             continue;
         float m = max_a[r] > max_b[r] ? max_a[r] : max_b[r];
-        float wa = sum_a[r] == 0.0f && max_a[r] == -INFINITY ? 0.0f : sum_a[r] * expf(max_a[r] - m);
-        float wb = sum_b[r] * expf(max_b[r] - m);
+        float wa = sum_a[r] == 0.0f && max_a[r] == -INFINITY ? 0.0f : sum_a[r] * akv_expf(max_a[r] - m);
+        float wb = sum_b[r] * akv_expf(max_b[r] - m);
         float total = wa + wb;
         float fa = total == 0.0f ? 0.0f : wa / total, fb = total == 0.0f ? 0.0f : wb / total;
         for (uint32_t i = 0; i < dim; i++)

@@ -149,12 +149,12 @@ void akv_ladder_allocate(akv_job *job)
     double low = -300.0, high = 300.0; /* log2 of the multiplier; high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {
         double mid = 0.5 * (low + high);
-        if (bytes_of(job, hulls, exp2(mid)) > job->header->code_bytes)
+        if (bytes_of(job, hulls, akv_exp2(mid)) > job->header->code_bytes)
             low = mid;
         else
             high = mid;
     }
-    assignment a = {job, hulls, exp2(high)};
+    assignment a = {job, hulls, akv_exp2(high)};
     if (bytes_of(job, hulls, a.lambda) > job->header->code_bytes) /* only if a utility reaches 2^300 */
         a.lambda = INFINITY;
     akv_parallel_for(job->config->executor, assign_task, &a, (size_t)job->H * AKV_SIDES);

@@ -103,11 +103,11 @@ static bool iterate(double *d, double *e, uint32_t n, float *rows)
                 break;
             if (step == MOST_STEPS)
                 return false;
-            const double half = (d[l + 1] - d[l]) / (2.0 * e[l]), root = hypot(half, 1.0);
+            const double half = (d[l + 1] - d[l]) / (2.0 * e[l]), root = akv_hypot(half, 1.0);
             double g = d[m] - d[l] + e[l] / (half + (half >= 0.0 ? root : -root)), s = 1.0, c = 1.0, p = 0.0;
             bool split = false;
             for (uint32_t i = m; i-- > l && !split;) {
-                const double f = s * e[i], b = c * e[i], r = hypot(f, g);
+                const double f = s * e[i], b = c * e[i], r = akv_hypot(f, g);
                 e[i + 1] = r;
                 split = r == 0.0;
                 if (split) {

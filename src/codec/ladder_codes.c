@@ -52,7 +52,7 @@ static double coded_error(const float *x, const lane_list *list, double gain, do
 
 static uint32_t nearest_gain(double gain)
 {
-    double code = rint(3.0 * log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
+    double code = rint(3.0 * akv_log2(gain > 1e-9 ? gain : 1e-9)) + 8.0;
     return code < 0.0 ? 0 : code > AKV_GAIN_CODES - 1 ? AKV_GAIN_CODES - 1 : (uint32_t)code;
 }
 

@@ -20,7 +20,7 @@ void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_
         kernels->scale_max(l, n, scale, -INFINITY);
         if (cap != 0.0f)
             for (uint32_t i = 0; i < n; i++)
-                l[i] = cap * tanhf(l[i] / cap);
+                l[i] = cap * akv_tanhf(l[i] / cap);
         const uint64_t seen = job->S - job->W + r % job->W + 1; /* up to the row's own token */
         for (uint64_t i = seen > t0 ? seen - t0 : 0; i < n; i++)
             l[i] = -INFINITY;
@@ -48,7 +48,7 @@ static void statistics_task(void *opaque, size_t task)
             float *l = s->logits + (size_t)r * AKV_TILE_STRIDE, m = kernels->scale_max(l, n, 1.0f, max[r]);
             if (m == -INFINITY)
                 continue;
-            sum[r] = (max[r] == -INFINITY ? 0.0f : sum[r] * expf(max[r] - m)) + kernels->exp_sum(l, n, m);
+            sum[r] = (max[r] == -INFINITY ? 0.0f : sum[r] * akv_expf(max[r] - m)) + kernels->exp_sum(l, n, m);
             max[r] = m;
         }
     }
@@ -106,7 +106,7 @@ void akv_observe(akv_job *job)
             for (uint64_t i = 0; i < job->num_ranges; i++) {
                 float x = job->part_max[(first + i) * job->rows + r];
                 if (x != -INFINITY)
-                    sum += job->part_sum[(first + i) * job->rows + r] * exp((double)x - m);
+                    sum += job->part_sum[(first + i) * job->rows + r] * akv_exp((double)x - m);
             }
             job->max[(size_t)head * job->rows + r] = m;
             job->inverse[(size_t)head * job->rows + r] = (float)(1.0 / sum);

@@ -32,8 +32,8 @@ static void brackets(const akv_hull *hull, uint32_t levels, float *middle, float
         uint32_t i = 0; /* the last point of the hull that is not above l */
         while (i + 1 < hull->count && hull->level[i + 1] <= l)
             i++;
-        low[l] = i > 0 && hull->slope[i] > 0.0 ? -log2(hull->slope[i]) : NAN;
-        high[l] = i + 1 < hull->count && hull->slope[i + 1] > 0.0 ? -log2(hull->slope[i + 1]) : NAN;
+        low[l] = i > 0 && hull->slope[i] > 0.0 ? -akv_log2(hull->slope[i]) : NAN;
+        high[l] = i + 1 < hull->count && hull->slope[i + 1] > 0.0 ? -akv_log2(hull->slope[i + 1]) : NAN;
         if (isnan(low[l])) /* no residual: few have much less than what would have paid */
             low[l] = isnan(high[l]) ? 0.0 : high[l] - 3.0;
         if (isnan(high[l]))
@@ -120,7 +120,7 @@ static void guess_head(akv_retarget *r, uint32_t head)
             const double grain =
                 (double)(akv_mix64(t * 2 + (uint64_t)side + ((uint64_t)head << 42)) >> 40) * 0x1p-24 - 0.5;
             r->utility[side][head * S + t] =
-                mine[t] + (float)(tanh(lean) + 0.02 * grain) * half[side][r->old[side][head * S + t]];
+                mine[t] + (float)(akv_tanh(lean) + 0.02 * grain) * half[side][r->old[side][head * S + t]];
         }
     }
 }
@@ -134,7 +134,7 @@ static uint64_t assign(akv_retarget *r, double lambda)
             const akv_hull *hull = &r->hulls[head * AKV_SIDES + side];
             double threshold[AKV_MAX_LEVELS + 1];
             for (uint32_t i = 1; i < hull->count; i++)
-                threshold[i] = lambda - log2(hull->slope[i]);
+                threshold[i] = lambda - akv_log2(hull->slope[i]);
             for (uint64_t t = 0; t < S; t++) {
                 const uint8_t old = r->old[side][head * S + t];
                 uint32_t i = 0;

@@ -6,17 +6,14 @@
 #ifndef AKV_ROPE_H
 #define AKV_ROPE_H
 
-#include "core/base.h"
+#include "core/maths.h"
 
 /* cos/sin of position * inv_freq[j]; position may be negative (turns back). */
 static inline void akv_rope_phase(const double *inv_freq, uint32_t planes, int64_t position, double *cos_out,
                                   double *sin_out)
 {
-    for (uint32_t j = 0; j < planes; j++) {
-        double angle = (double)position * inv_freq[j];
-        cos_out[j] = cos(angle);
-        sin_out[j] = sin(angle);
-    }
+    for (uint32_t j = 0; j < planes; j++)
+        akv_sincos((double)position * inv_freq[j], &sin_out[j], &cos_out[j]);
 }
 
 /* The two coordinates of plane j. */
