@@ -78,14 +78,17 @@ int cli_read_texts(const char *const *paths, size_t num_paths, cli_buffer *text)
 /* Number of leading bytes that are valid UTF-8. */
 size_t cli_utf8_prefix(const char *text, size_t bytes);
 
-typedef struct cli_mapping {
+typedef struct cli_image {
     void *data;
     size_t bytes;
-} cli_mapping;
+} cli_image;
 
-/* Maps a regular file read-only. An empty one is CLI_CORRUPT: no .akv file is empty. */
-int cli_map(const char *path, cli_mapping *mapping);
-void cli_unmap(cli_mapping *mapping);
+/*
+ * A copy of a regular file in memory. It is read and not mapped: what was checked must not change afterwards, and a
+ * mapped file that another program shortens would end this one. An empty file is CLI_CORRUPT: no .akv file is empty.
+ */
+int cli_image_read(const char *path, cli_image *image);
+void cli_image_free(cli_image *image);
 
 /*
  * A file that appears under its name only when it is complete: temporary file in the same folder, fsync, rename, fsync

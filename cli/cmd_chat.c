@@ -342,9 +342,9 @@ static int command(chat *c, char *line, bool *quit)
             if (save(c, argument, &bytes) == CLI_OK)
                 cli_note("%s: %" PRIu32 " turns, %s", argument, c->num_turns, cli_bytes(bytes));
         } else {
-            cli_mapping probe = {NULL, 0}; /* what cannot even be opened must not cost the conversation */
-            int code = cli_map(argument, &probe);
-            cli_unmap(&probe);
+            cli_image probe = {NULL, 0}; /* what cannot even be opened must not cost the conversation */
+            int code = cli_image_read(argument, &probe);
+            cli_image_free(&probe);
             if (code != CLI_OK)
                 return CLI_OK;
             cli_session_unload(&c->session);

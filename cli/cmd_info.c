@@ -72,14 +72,14 @@ static void print_info(const char *path, const akv_document *document, const cli
 
 static int info_file(const char *path, const char *json, bool layers, bool sections)
 {
-    cli_mapping mapping = {NULL, 0};
+    cli_image image = {NULL, 0};
     akv_document *document = NULL;
     akv_diag diag = {AKV_OK, ""};
     cli_report report;
-    int code = cli_map(path, &mapping);
+    int code = cli_image_read(path, &image);
     if (code != CLI_OK)
         return code;
-    akv_status status = akv_document_open(mapping.data, mapping.bytes, NULL, &document, &diag);
+    akv_status status = akv_document_open(image.data, image.bytes, NULL, &document, &diag);
     code = status != AKV_OK ? cli_fail_diag(status, &diag, path) : cli_report_of_document(path, document, &report);
     if (code == CLI_OK) {
         report.command = "info";
@@ -100,7 +100,7 @@ static int info_file(const char *path, const char *json, bool layers, bool secti
         free((void *)(uintptr_t)report.layers);
     }
     akv_document_close(document);
-    cli_unmap(&mapping);
+    cli_image_free(&image);
     return code;
 }
 

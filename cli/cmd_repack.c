@@ -277,7 +277,7 @@ static int parse(int argc, char **argv, repack *r)
 static int run(int argc, char **argv)
 {
     repack r;
-    cli_mapping mapping = {NULL, 0};
+    cli_image image = {NULL, 0};
     akv_document *document = NULL;
     akv_diag diag = {AKV_OK, ""};
     memset(&r, 0, sizeof r);
@@ -291,15 +291,15 @@ static int run(int argc, char **argv)
     if (code == CLI_OK && r.json != NULL)
         code = cli_check_writable(r.json);
     if (code == CLI_OK)
-        code = cli_map(r.input, &mapping);
+        code = cli_image_read(r.input, &image);
     if (code == CLI_OK) {
-        akv_status status = akv_document_open(mapping.data, mapping.bytes, NULL, &document, &diag);
+        akv_status status = akv_document_open(image.data, image.bytes, NULL, &document, &diag);
         if (status == AKV_OK)
             status = akv_document_verify(document, &diag);
         code = status == AKV_OK ? work(&r, document) : cli_fail_diag(status, &diag, r.input);
     }
     akv_document_close(document);
-    cli_unmap(&mapping);
+    cli_image_free(&image);
     return code;
 }
 

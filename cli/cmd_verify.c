@@ -7,13 +7,13 @@
 
 static int verify_file(const char *path, bool quiet)
 {
-    cli_mapping mapping = {NULL, 0};
+    cli_image image = {NULL, 0};
     akv_document *document = NULL;
     akv_diag diag = {AKV_OK, ""};
-    int code = cli_map(path, &mapping);
+    int code = cli_image_read(path, &image);
     if (code != CLI_OK)
         return code;
-    akv_status status = akv_document_open(mapping.data, mapping.bytes, NULL, &document, &diag);
+    akv_status status = akv_document_open(image.data, image.bytes, NULL, &document, &diag);
     if (status == AKV_OK)
         status = akv_document_verify(document, &diag);
     if (status != AKV_OK) {
@@ -25,12 +25,12 @@ static int verify_file(const char *path, bool quiet)
         const char *profile = akv_document_property_value(document, "profile", 0);
         if (printf("%s: ok, %llu tokens, %u segments%s%s, %zu bytes\n", path, (unsigned long long)parts.num_tokens,
                    parts.num_segments, profile != NULL ? ", profile " : "",
-                   profile != NULL ? cli_printable(profile) : "", mapping.bytes) < 0 ||
+                   profile != NULL ? cli_printable(profile) : "", image.bytes) < 0 ||
             fflush(stdout) != 0)
             code = cli_fail(CLI_IO, "cannot write to standard output");
     }
     akv_document_close(document);
-    cli_unmap(&mapping);
+    cli_image_free(&image);
     return code;
 }
 

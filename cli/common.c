@@ -106,16 +106,17 @@ static void on_signal(int number)
     signal_seen = number;
 }
 
-/* A mapped file that shrinks under us raises SIGBUS at the next touch; there is nothing to go on with. */
+/* libllama maps the model. If it shrinks under us, the next touch raises SIGBUS; there is nothing to go on with. */
 static void on_bus_error(int number)
 {
-    static const char text[] = "akv: error: a mapped file became shorter while it was being read\n";
+    static const char text[] =
+        "akv: error: a file that is mapped into memory - the model? - became shorter, or cannot be read\n";
     (void)number;
     if (write(STDERR_FILENO, text, sizeof text - 1) < 0)
         _exit(CLI_IO);
     if (doomed_set)
         unlink(doomed_path);
-    _exit(CLI_CORRUPT);
+    _exit(CLI_IO);
 }
 
 void cli_signals_install(void)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* files.c - texts in, documents mapped, results out without ever leaving half a file behind. */
+/* files.c - texts and documents in, results out without ever leaving half a file behind. */
 #include "cli.h"
 #include "cleanup.h"
 
@@ -8,7 +8,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -164,9 +163,31 @@ int cli_read_texts(const char *const *paths, size_t num_paths, cli_buffer *text)
     return CLI_OK;
 }
 
-/* --------------------------------------------------------------------------------------------------------- mapping */
+/* ----------------------------------------------------------------------------------------------------------- images */
 
-int cli_map(const char *path, cli_mapping *mapping)
+enum { IMAGE_ALIGN = 64 }; /* what akv_document_open asks for */
+
+static int read_image(int fd, const char *path, cli_image *image)
+{
+    size_t at = 0;
+    while (at < image->bytes) {
+        const size_t left = image->bytes - at, piece = left < (1u << 26) ? left : 1u << 26;
+        const ssize_t got = read(fd, (char *)image->data + at, piece);
+        if (cli_interrupted())
+            return CLI_SIGNAL + cli_interrupted();
+        if (got < 0 && errno == EINTR)
+            continue;
+        if (got < 0)
+            return cli_fail(CLI_IO, "cannot read %s: %s", path, strerror(errno));
+        if (got == 0)
+            return cli_fail(CLI_IO, "%s became shorter while it was being read: %zu of %zu bytes", path, at,
+                            image->bytes);
+        at += (size_t)got;
+    }
+    return CLI_OK;
+}
+
+int cli_image_read(const char *path, cli_image *image)
 {
     int fd = open(path, O_RDONLY | O_CLOEXEC);
     if (fd < 0)
@@ -178,29 +199,30 @@ int cli_map(const char *path, cli_mapping *mapping)
     else if (S_ISDIR(st.st_mode))
         code = cli_fail(CLI_BAD_INPUT, "%s is a directory; give a .akv file", path);
     else if (!S_ISREG(st.st_mode))
-        code = cli_fail(CLI_BAD_INPUT, "%s is not a regular file; a .akv file must be one, to be mapped into memory",
-                        path);
+        code = cli_fail(CLI_BAD_INPUT, "%s is not a regular file; a .akv file must be one", path);
     else if (st.st_size == 0)
         code = cli_fail(CLI_CORRUPT, "%s is empty; a .akv file never is", path);
     else if ((uint64_t)st.st_size > SIZE_MAX / 2)
         code = cli_fail(CLI_NO_MEMORY, "%s does not fit into the address space", path);
     if (code == CLI_OK) {
-        mapping->bytes = (size_t)st.st_size;
-        mapping->data = mmap(NULL, mapping->bytes, PROT_READ, MAP_PRIVATE, fd, 0);
-        if (mapping->data == MAP_FAILED) {
-            code = cli_fail(errno == ENOMEM ? CLI_NO_MEMORY : CLI_IO, "cannot map %s: %s", path, strerror(errno));
-            mapping->data = NULL;
+        image->bytes = (size_t)st.st_size;
+        if (posix_memalign(&image->data, IMAGE_ALIGN, image->bytes) != 0) {
+            image->data = NULL;
+            code = cli_fail(CLI_NO_MEMORY, "%s does not fit into memory: it has %s", path, cli_bytes(image->bytes));
         }
     }
+    if (code == CLI_OK)
+        code = read_image(fd, path, image);
     close(fd);
+    if (code != CLI_OK)
+        cli_image_free(image);
     return code;
 }
 
-void cli_unmap(cli_mapping *mapping)
+void cli_image_free(cli_image *image)
 {
-    if (mapping->data != NULL)
-        munmap(mapping->data, mapping->bytes);
-    memset(mapping, 0, sizeof *mapping);
+    free(image->data);
+    memset(image, 0, sizeof *image);
 }
 
 /* ---------------------------------------------------------------------------------------------------------- output */

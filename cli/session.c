@@ -224,10 +224,10 @@ int cli_session_load(cli_session *s, const char *path)
     akv_document_parts_init(&parts);
     cli_progress_end(&s->progress);
     s->path = path;
-    int code = cli_map(path, &s->mapping);
+    int code = cli_image_read(path, &s->image);
     if (code != CLI_OK)
         return code;
-    akv_status status = akv_document_open(s->mapping.data, s->mapping.bytes, NULL, &s->document, &diag);
+    akv_status status = akv_document_open(s->image.data, s->image.bytes, NULL, &s->document, &diag);
     if (status == AKV_OK)
         status = akv_document_get_parts(s->document, &parts, &diag);
     akv_llama_fingerprint made_with;
@@ -298,7 +298,7 @@ void cli_session_unload(cli_session *s)
     akv_llama_detach(s->host, NULL);
     akv_llama_store_release(s->store);
     akv_document_close(s->document);
-    cli_unmap(&s->mapping);
+    cli_image_free(&s->image);
     akv_llama_free_tokens(s->tokens);
     s->store = NULL;
     s->document = NULL;
@@ -314,7 +314,7 @@ void cli_session_close(cli_session *s)
     akv_threads_destroy(s->threads);
     cli_shares_free(&s->shares);
     akv_document_close(s->document);
-    cli_unmap(&s->mapping);
+    cli_image_free(&s->image);
     akv_llama_free_tokens(s->tokens);
     memset(s, 0, sizeof *s);
 }

@@ -56,7 +56,7 @@ typedef struct cli_session {
     cli_shares shares;       /* of settings->shares; num_layers == 0: none */
     double keep_ratio;       /* asked for, or derived from the budget; 1 when nothing is to be saved */
     const char *path;        /* of the .akv file, or NULL */
-    cli_mapping mapping;     /* of a .akv file; outlives the store, whose segments lie in it */
+    cli_image image;     /* of a .akv file; outlives the store, whose segments lie in it */
     akv_document *document;
     akv_llama_prompt form;
     const char *system;

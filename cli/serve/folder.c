@@ -81,7 +81,7 @@ void serve_folder_remove(const char *folder, const char *id)
 }
 
 typedef struct opened {
-    cli_mapping mapping;
+    cli_image image;
     akv_document *document;
     akv_segment **segments; /* copies: the file may be removed */
     uint32_t num_segments;
@@ -93,13 +93,13 @@ static void close_opened(opened *o)
         akv_segment_release(o->segments[i]);
     free(o->segments);
     akv_document_close(o->document);
-    cli_unmap(&o->mapping);
+    cli_image_free(&o->image);
 }
 
 static akv_status open_all(opened *o, const akv_llama *host, akv_document_parts *parts, akv_diag *diag)
 {
     akv_llama_fingerprint made_with;
-    akv_status status = akv_document_open(o->mapping.data, o->mapping.bytes, NULL, &o->document, diag);
+    akv_status status = akv_document_open(o->image.data, o->image.bytes, NULL, &o->document, diag);
     if (status == AKV_OK)
         status = akv_document_get_parts(o->document, parts, diag);
     if (status != AKV_OK)
@@ -169,7 +169,7 @@ static void load_one(const char *folder, const char *name, const akv_llama *host
     opened o = {{NULL, 0}, NULL, NULL, 0};
     akv_document_parts parts;
     akv_document_parts_init(&parts);
-    if (!path_of(path, sizeof path, folder, name) || cli_map(path, &o.mapping) != CLI_OK)
+    if (!path_of(path, sizeof path, folder, name) || cli_image_read(path, &o.image) != CLI_OK)
         return;
     const akv_status status = open_all(&o, host, &parts, &diag);
     serve_document *d = status == AKV_OK ? make_document(o.document, &parts) : NULL;

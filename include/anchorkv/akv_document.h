@@ -5,7 +5,7 @@
  *
  *   akv_document_write(&parts, write_to_file, file, NULL, &diag);         // the caller's function does the file work
  *
- *   akv_document_open(mapped, bytes, NULL, &document, &diag);             // cheap: structure and small sections
+ *   akv_document_open(data, bytes, NULL, &document, &diag);               // cheap: structure and small sections
  *   akv_document_verify(document, &diag);                                 // every byte
  *   akv_document_get_parts(document, &parts, &diag);
  *   akv_document_open_segment(document, i, 0, NULL, &segment, &diag);     // in place, nothing is copied
@@ -117,7 +117,8 @@ typedef struct akv_document akv_document;
  * state.
  *
  *   data   in   64-byte aligned, unchanged and alive until akv_document_close and until the last release of segments
- *               opened from it without a copy
+ *               opened from it without a copy. A mapped file that another program may change or shorten is not that:
+ *               read it into memory
  *
  * Returns AKV_OK, AKV_E_CORRUPT, AKV_E_VERSION (newer major, other byte order, unknown required feature or section),
  * AKV_E_CHECKSUM, AKV_E_INVALID_ARGUMENT, AKV_E_NO_MEMORY. Cost: O(sections + tokens).

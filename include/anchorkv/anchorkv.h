@@ -338,7 +338,7 @@ AKV_API const void *akv_segment_data(const akv_segment *segment, size_t *bytes);
 /*
  * akv_segment_open() - a segment from canonical bytes, which are treated as hostile: every field, offset, index and
  * count is checked before it is used. With copy == 0 the bytes are borrowed (64-byte aligned, unchanged and alive until
- * the last release; e.g. a mapped file); otherwise they are copied.
+ * the last release; a mapped file only if nobody can change or shorten it); otherwise they are copied.
  * Returns AKV_OK, AKV_E_CORRUPT, AKV_E_VERSION, AKV_E_UNSUPPORTED, AKV_E_INVALID_ARGUMENT, AKV_E_NO_MEMORY.
  */
 AKV_API akv_status akv_segment_open(const void *data, size_t bytes, int copy, const akv_allocator *allocator,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes as C
+import mmap
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -67,11 +68,27 @@ def write(
             os.unlink(temporary)
 
 
+def _read(path: str | os.PathLike[str]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """The file in memory that starts at a page, read and not mapped: what was checked must not change afterwards, and a file
+    that becomes shorter must not end the program."""
+    with open(path, "rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size == 0:
+            raise ValueError(f"{os.fspath(path)} is empty; a .akv file never is")
+        data, at = memoryview(mmap.mmap(-1, size)), 0
+        while at < size:
+            got = file.readinto(data[at : at + (1 << 26)])
+            if not got:
+                raise OSError(f"{os.fspath(path)} became shorter while it was being read: {at} of {size} bytes")
+            at += got
+    return np.frombuffer(data, np.uint8)
+
+
 class Document:
     """An open document: model, tokens, layers, properties; segments() copies them out. Every byte is checked first."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._data, self._handle = np.memmap(path, np.uint8, mode="r"), C.c_void_p()
+        self._data, self._handle = _read(path), C.c_void_p()
         diag = _ffi.Diag()
         address, size = self._data.ctypes.data, self._data.nbytes
         _check(_lib.akv_document_open(address, size, None, C.byref(self._handle), C.byref(diag)), diag)

@@ -7,7 +7,7 @@
  *   AKV_FAULT_CALL    open mkstemps fstat mmap read write fsync rename fchmod close
  *   AKV_FAULT_AT      which of these calls, from 1; 0 = none: only count
  *   AKV_FAULT_HOW     a number: that errno, from then on ("disk full" stays full); "short": half of it, at every call
- *                     from then on; "eintr": EINTR once
+ *                     from then on; "eintr": EINTR once; "cut": another program halves the file just before the call
  *   AKV_FAULT_BYTES   for write: the disk holds that many bytes; what does not fit is ENOSPC (AKV_FAULT_AT 0)
  *   AKV_FAULT_COUNTS  file to which the number of each call is added when the program ends: "open 3"
  *
@@ -59,8 +59,20 @@ static void watch(int fd, bool on)
 
 enum { GO_ON, FAIL, HALF };
 
+static void halve(int fd)
+{
+    char link[64];
+    struct stat st;
+    static int (*real)(int, struct stat *); /* not ours, which counts */
+    if (real == NULL)
+        *(void **)&real = dlsym(RTLD_NEXT, "fstat");
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    if (real(fd, &st) != 0 || truncate(link, st.st_size / 2) != 0)
+        abort();
+}
+
 /* Counts the call and says what becomes of it; errno is set for FAIL. */
-static int fate(int call)
+static int fate(int call, int fd)
 {
     const unsigned long at = strtoul(setting("AKV_FAULT_AT", "0"), NULL, 10), now = ++counts[call];
     const char *how = setting("AKV_FAULT_HOW", "5");
@@ -71,6 +83,11 @@ static int fate(int call)
     if (strcmp(how, "eintr") == 0) {
         errno = EINTR;
         return now == at ? FAIL : GO_ON;
+    }
+    if (strcmp(how, "cut") == 0) {
+        if (now == at)
+            halve(fd);
+        return GO_ON;
     }
     errno = atoi(how);
     return FAIL;
@@ -100,7 +117,7 @@ int open(const char *path, int flags, ...)
     va_end(args);
     if (!inside(path))
         return real(path, flags, mode);
-    if (fate(OPEN) == FAIL)
+    if (fate(OPEN, -1) == FAIL)
         return -1;
     const int fd = real(path, flags, mode);
     watch(fd, true);
@@ -114,7 +131,7 @@ int mkstemps(char *path, int suffix)
     REAL(int, "mkstemps", char *, int);
     if (!inside(path))
         return real(path, suffix);
-    if (fate(MKSTEMPS) == FAIL)
+    if (fate(MKSTEMPS, -1) == FAIL)
         return -1;
     const int fd = real(path, suffix);
     watch(fd, true);
@@ -126,19 +143,19 @@ int mkstemps64(char *path, int suffix) __attribute__((alias("mkstemps")));
 int fstat(int fd, struct stat *st)
 {
     REAL(int, "fstat", int, struct stat *);
-    return is_watched(fd) && fate(FSTAT) == FAIL ? -1 : real(fd, st);
+    return is_watched(fd) && fate(FSTAT, fd) == FAIL ? -1 : real(fd, st);
 }
 
 int fstat64(int fd, struct stat64 *st)
 {
     REAL(int, "fstat64", int, struct stat64 *);
-    return is_watched(fd) && fate(FSTAT) == FAIL ? -1 : real(fd, st);
+    return is_watched(fd) && fate(FSTAT, fd) == FAIL ? -1 : real(fd, st);
 }
 
 void *mmap(void *address, size_t bytes, int protection, int flags, int fd, off_t offset)
 {
     REAL(void *, "mmap", void *, size_t, int, int, int, off_t);
-    return is_watched(fd) && fate(MMAP) == FAIL ? MAP_FAILED : real(address, bytes, protection, flags, fd, offset);
+    return is_watched(fd) && fate(MMAP, fd) == FAIL ? MAP_FAILED : real(address, bytes, protection, flags, fd, offset);
 }
 
 void *mmap64(void *address, size_t bytes, int protection, int flags, int fd, off_t offset)
@@ -147,14 +164,14 @@ void *mmap64(void *address, size_t bytes, int protection, int flags, int fd, off
 ssize_t read(int fd, void *data, size_t bytes)
 {
     REAL(ssize_t, "read", int, void *, size_t);
-    const int what = is_watched(fd) ? fate(READ) : GO_ON;
+    const int what = is_watched(fd) ? fate(READ, fd) : GO_ON;
     return what == FAIL ? -1 : real(fd, data, what == HALF && bytes > 1 ? bytes / 4096 + 1 : bytes);
 }
 
 ssize_t write(int fd, const void *data, size_t bytes)
 {
     REAL(ssize_t, "write", int, const void *, size_t);
-    const int what = is_watched(fd) ? fate(WRITE) : GO_ON;
+    const int what = is_watched(fd) ? fate(WRITE, fd) : GO_ON;
     const char *room = getenv("AKV_FAULT_BYTES");
     if (what == FAIL)
         return -1;
@@ -177,25 +194,25 @@ ssize_t write(int fd, const void *data, size_t bytes)
 int fsync(int fd)
 {
     REAL(int, "fsync", int);
-    return is_watched(fd) && fate(FSYNC) == FAIL ? -1 : real(fd);
+    return is_watched(fd) && fate(FSYNC, fd) == FAIL ? -1 : real(fd);
 }
 
 int rename(const char *from, const char *to)
 {
     REAL(int, "rename", const char *, const char *);
-    return inside(to) && fate(RENAME) == FAIL ? -1 : real(from, to);
+    return inside(to) && fate(RENAME, -1) == FAIL ? -1 : real(from, to);
 }
 
 int fchmod(int fd, mode_t mode)
 {
     REAL(int, "fchmod", int, mode_t);
-    return is_watched(fd) && fate(FCHMOD) == FAIL ? -1 : real(fd, mode);
+    return is_watched(fd) && fate(FCHMOD, fd) == FAIL ? -1 : real(fd, mode);
 }
 
 int close(int fd)
 {
     REAL(int, "close", int);
-    const bool failing = is_watched(fd) && fate(CLOSE) == FAIL;
+    const bool failing = is_watched(fd) && fate(CLOSE, fd) == FAIL;
     const int error = errno;
     watch(fd, false);
     const int done = real(fd); /* Linux closes it whatever it says */

@@ -109,6 +109,44 @@ class Flow:
         print(f"{self.name()} {self.target}: {calls}; {self.injected} faults injected, {self.survived} without effect")
 
 
+def test_shortened(t, shim, work, made, model):
+    """Another program halves a file while it is read, or between reading and using it: a sentence, or no difference at all."""
+    runs = 0
+    commands = [["info"], ["verify"], ["repack", "--keep", "0.9", "-o", "/dev/null"]]
+
+    def run(command, path, content, call, **wanted):
+        with open(path, "wb") as file:
+            file.write(content)
+        env = dict(os.environ, LD_PRELOAD=shim, AKV_FAULT_FOLDER=path, AKV_FAULT_CALL=call, AKV_FAULT_AT="1" if call else "0", AKV_FAULT_HOW="cut")
+        done = subprocess.run([t.akv, *command], input=b"Name a colour.\n", env=env, capture_output=True, timeout=120, check=False)
+        err = done.stderr.decode("utf-8", "replace")
+        for name, value in wanted.items():
+            t.check(done.returncode == value if name == "code" else value in err, f"{command}, cut before {call}: {done.returncode}, {err!r}")
+        t.check((os.path.getsize(path) < len(content)) == bool(call), f"{command}: nothing was cut before {call}")
+        return done.stdout
+
+    path = os.path.join(work, "shortened.akv")
+    for command in commands:
+        run([*command, path], path, made, "read", code=6, err="became shorter")
+        t.check(run([*command, path], path, made, "close", code=0) == run([*command, path], path, made, "", code=0), f"{command}: another result")
+        runs += 2
+    if model:  # libllama's own file: nothing can go on, but it is said
+        with open(model, "rb") as file:
+            weights = file.read()
+        copy = os.path.join(work, "model.gguf")
+        with open(copy, "wb") as file:
+            file.write(weights)
+        chat = subprocess.Popen([t.akv, "chat", "-m", copy, "-n", "4", "-t", "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        chat.stdin.write(b"Name a colour.\n")
+        chat.stdin.flush()
+        chat.stdout.readline()
+        os.truncate(copy, len(weights) // 2)
+        _, err = chat.communicate(b"And another.\n", timeout=120)
+        t.check(chat.returncode == 6 and b"mapped into memory" in err, f"a model that became shorter: {chat.returncode}, {err!r}")
+        runs += 1
+    print(f"{runs} files cut while they were in use")
+
+
 def folder_with(work, name, **files):
     folder = os.path.join(work, name)
     os.mkdir(folder)
@@ -149,6 +187,7 @@ def main():
             start = folder_with(work, "chat")
             subprocess.run([args.akv, *[a.replace("FOLDER", start) for a in chat]], input=b"Name a colour.\n", check=True, capture_output=True)
             flows.append(Flow(t, args.shim, start, chat, "talk.akv", stdin=b"And another.\n", every=args.all))
+        test_shortened(t, args.shim, work, made, args.model)
         for flow in flows:
             flow.run_all()
             injected += flow.injected
