@@ -7,6 +7,7 @@
 #include "attn/attend.h"
 #include "core/ladder.h"
 #include "core/maths.h"
+#include "core/rope.h"
 #include "core/sizes.h"
 #include "core/slots.h"
 #include "kernels/quad.h"
@@ -129,6 +130,20 @@ static akv_status check_data(const akv_attend_params *p, akv_diag *diag)
     return AKV_OK;
 }
 
+/* The first segment that turns as segment i does, both for the kernels of quad.h: its tables serve. */
+static uint32_t same_turn(const akv_attend_params *p, uint32_t i)
+{
+    const akv_header *h = akv_header_of(p->segments[i]);
+    const double *inv_freq = akv_section_of(p->segments[i], AKV_SEC_INV_FREQ);
+    for (uint32_t j = 0; j < i; j++) {
+        const akv_header *other = akv_header_of(p->segments[j]);
+        if (akv_quad_fits(other) && other->rotary_dim == h->rotary_dim &&
+            memcmp(akv_section_of(p->segments[j], AKV_SEC_INV_FREQ), inv_freq, h->rotary_dim / 2 * sizeof *inv_freq) == 0)
+            return j;
+    }
+    return i;
+}
+
 /* Carve the workspace (or count it when arena->base is NULL). */
 static void carve(akv_call *c, akv_arena *arena)
 {
@@ -177,13 +192,15 @@ static void carve(akv_call *c, akv_arena *arena)
         if (!akv_quad_fits(h))
             continue;
         const uint64_t PP = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style).padded_planes;
+        const bool own = same_turn(p, i) == i;
         akv_quad_table_room room;
-        room.turn16 = AKV_TAKE(arena, int16_t, AKV_QUAD_TILE * 2 * PP);
-        room.mean = AKV_TAKE(arena, float, 64 * PP);
-        room.moments = AKV_TAKE(arena, float, 6 * PP);
+        room.turn16 = AKV_TAKE(arena, int16_t, own ? AKV_QUAD_TILE * 2 * PP : 0);
+        room.mean = AKV_TAKE(arena, float, own ? 64 * PP : 0);
+        room.moments = AKV_TAKE(arena, float, own ? 6 * PP : 0);
         room.fast = 0;
-        room.middle = AKV_TAKE(arena, float, 2 * PP);
-        room.step = AKV_TAKE(arena, double, 2 * PP);
+        room.middle = AKV_TAKE(arena, float, own ? 2 * PP : 0);
+        room.step = AKV_TAKE(arena, double, own ? 2 * PP : 0);
+        room.begin = AKV_TAKE(arena, double, 2 * PP * parts_of(h->num_tokens, p->num_kv_heads));
         if (arena->base != NULL)
             c->rooms[i] = room;
     }
@@ -224,6 +241,27 @@ static void carve(akv_call *c, akv_arena *arena)
         }
 }
 
+static void make_quad_tables(akv_call *c, uint32_t i)
+{
+    const akv_segment *segment = c->params->segments[i];
+    const akv_header *h = akv_header_of(segment);
+    const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
+    const uint32_t planes = h->rotary_dim / 2, PP = (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), from = same_turn(c->params, i);
+    const uint32_t heads = c->params->num_kv_heads;
+    const size_t parts = parts_of(h->num_tokens, heads);
+    double *begin = c->rooms[i].begin;
+    if (from == i)
+        akv_quad_tables(inv_freq, planes, PP, &c->rooms[i]);
+    memset(begin, 0, 2 * (size_t)PP * parts * sizeof *begin);
+    for (size_t part = 0; part < parts; part++) {
+        double *at = begin + 2 * (size_t)PP * part;
+        akv_rope_phase(inv_freq, planes, (int64_t)h->first_position + (int64_t)(part * part_tokens(h->num_tokens, heads)), at, at + PP);
+    }
+    const akv_quad_table_room *room = &c->rooms[from];
+    const akv_turn_table table = {NULL, NULL, room->turn16, room->mean, room->moments, room->middle, room->step, begin, room->fast};
+    c->tables[i] = table;
+}
+
 /* Offset tables, one per distinct RoPE among the segments (in a model that is one). */
 static void make_tables(akv_call *c)
 {
@@ -231,19 +269,11 @@ static void make_tables(akv_call *c)
     float *at = c->table_floats;
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
+        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
         c->tables[i] = none;
         uint32_t planes = h->rotary_dim / 2;
         if (akv_quad_fits(h)) {
-            const akv_quad_table_room *room = &c->rooms[i];
-            akv_quad_tables(akv_section_of(p->segments[i], AKV_SEC_INV_FREQ), planes,
-                            (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), &c->rooms[i]);
-            c->tables[i].turn16 = room->turn16;
-            c->tables[i].mean = room->mean;
-            c->tables[i].moments = room->moments;
-            c->tables[i].fast = room->fast;
-            c->tables[i].middle = room->middle;
-            c->tables[i].step = room->step;
+            make_quad_tables(c, i);
             continue;
         }
         if (h->kind != AKV_SEGMENT_COMPRESSED || planes == 0)
@@ -283,7 +313,7 @@ static void run_task(void *opaque, size_t index)
     akv_call *c = opaque;
     const akv_attend_params *p = c->params;
     akv_partial *out = &c->partials[index];
-    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0, 0};
+    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0, 0, 0};
     size_t part = index % c->num_parts;
     uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
     akv_scratch *scratch = &c->scratch[slot];
@@ -305,6 +335,7 @@ static void run_task(void *opaque, size_t index)
         part -= parts;
     }
     uint64_t size = part_tokens(tokens, p->num_kv_heads);
+    task.part = part;
     task.begin = part * size;
     task.end = tokens - task.begin < size ? tokens : task.begin + size;
     const akv_segment *segment = i == p->num_segments ? NULL : p->segments[i];

@@ -97,6 +97,7 @@ typedef struct akv_turn_table {
     const float *moments;  /* [6][padded planes] */
     const float *middle;   /* [2][padded planes] cosine, sine of 31.5 positions */
     const double *step;    /* [2][padded planes] of 64 positions */
+    const double *begin;   /* [parts][2][padded planes] of each part's first position */
     uint32_t fast;         /* planes whose mean goes by table */
 } akv_turn_table;
 
@@ -107,6 +108,7 @@ typedef struct akv_quad_table_room {
     float *moments;
     float *middle;
     double *step;
+    double *begin;
     uint32_t fast;
 } akv_quad_table_room;
 
@@ -119,6 +121,7 @@ typedef struct akv_task {
     uint64_t begin; /* tokens of the part */
     uint64_t end;
     int64_t shift;  /* of its segment: queries are turned back by so many positions when they are loaded */
+    size_t part;    /* number of the part in its segment */
 } akv_task;
 
 /* Load the task's query rows into scratch->query as f32. */

@@ -77,22 +77,34 @@ static void prepare_anchors(quad_range *c, const float *query, const uint16_t *m
     const uint32_t P = shape->planes, PP = shape->padded_planes, dim = shape->dim;
     const uint16_t *units = c->side[AKV_SIDE_K].units;
     float *first = c->s->rows, *second = c->s->rows + 8 * (size_t)PP;
+    const float *co = c->table->middle, *si = co + PP, magnitude = (float)h->magnitude;
+    float unit[AKV_QUAD_MAX_DIM / 2], m0[AKV_QUAD_MAX_DIM / 2], m1[AKV_QUAD_MAX_DIM / 2];
+    for (uint32_t j = 0; j < P; j++) {
+        const uint32_t at0 = akv_plane_first(shape->style, j), at1 = akv_plane_second(shape->style, 2 * P, j);
+        unit[j] = akv_bf16_to_f32(units[at0]);
+        m0[j] = akv_bf16_to_f32(mean[at0]);
+        m1[j] = akv_bf16_to_f32(mean[at1]);
+    }
     memset(first, 0, 16 * (size_t)PP * sizeof *first);
     memset(c->s->query16, 0, (size_t)akv_quad_width(shape) * AKV_QUAD_ROWS * sizeof *c->s->query16);
     for (uint32_t r = 0; r < AKV_QUAD_ROWS; r++) {
         const float *q = query + (size_t)r * dim;
-        float sum[4] = {0}, largest = 0.0f, rest = 0.0f;
+        float x0[AKV_QUAD_MAX_DIM / 2], x1[AKV_QUAD_MAX_DIM / 2], sum[4] = {0}, largest = 0.0f, rest = 0.0f;
+        float *restrict row0 = first + r * (size_t)PP, *restrict row1 = second + r * (size_t)PP;
+        float *restrict even = first + (4 + r) * (size_t)PP, *restrict odd = second + (4 + r) * (size_t)PP;
         for (uint32_t j = 0; j < P; j++) {
-            const uint32_t a = akv_plane_first(shape->style, j), b = akv_plane_second(shape->style, 2 * P, j);
-            const float unit = akv_bf16_to_f32(units[a]), magnitude = (float)h->magnitude;
-            const float x0 = q[a] * magnitude, x1 = q[b] * magnitude, m0 = akv_bf16_to_f32(mean[a]), m1 = akv_bf16_to_f32(mean[b]);
-            const float even = x0 * m0 + x1 * m1, odd = x1 * m0 - x0 * m1;
-            const float co = c->table->middle[j], si = c->table->middle[PP + j];
-            const float length = sqrtf(x0 * x0 + x1 * x1) * fabsf(unit);
-            first[r * PP + j] = x0 * unit;
-            second[r * PP + j] = x1 * unit;
-            first[(4 + r) * PP + j] = even * co + odd * si;
-            second[(4 + r) * PP + j] = odd * co - even * si;
+            x0[j] = q[akv_plane_first(shape->style, j)] * magnitude;
+            x1[j] = q[akv_plane_second(shape->style, 2 * P, j)] * magnitude;
+        }
+        for (uint32_t j = 0; j < P; j++) { /* loops without a branch or a call, which compilers vectorise */
+            const float e = x0[j] * m0[j] + x1[j] * m1[j], o = x1[j] * m0[j] - x0[j] * m1[j];
+            row0[j] = x0[j] * unit[j];
+            row1[j] = x1[j] * unit[j];
+            even[j] = e * co[j] + o * si[j];
+            odd[j] = o * co[j] - e * si[j];
+        }
+        for (uint32_t j = 0; j < P; j++) {
+            const float length = sqrtf(x0[j] * x0[j] + x1[j] * x1[j]) * fabsf(unit[j]);
             sum[j % 8 / 2] += length;
             largest = length > largest ? length : largest;
         }
@@ -346,7 +358,6 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
     const akv_header *h = akv_header_of(segment);
     const uint32_t dk = h->head_dim[AKV_SIDE_K], dv = h->head_dim[AKV_SIDE_V];
     const uint16_t *mean = (const uint16_t *)akv_section_of(segment, AKV_SEC_MEAN) + (size_t)task->kv_head * dk;
-    const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
     quad_range c;
     c.task = task;
     c.kernels = akv_quad_best();
@@ -381,9 +392,8 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));
         for (uint32_t l = 0; l < h->num_levels; l++)
             memset(level_sums(&c, l), 0, (size_t)c.level[AKV_SIDE_V][l].fours * 64 * sizeof(float));
-        memset(c.s->phase, 0, 2 * (size_t)c.shape.padded_planes * sizeof(double));
-        akv_rope_phase(inv_freq, c.shape.planes, (int64_t)h->first_position + (int64_t)task->begin, c.s->phase,
-                       c.s->phase + c.shape.padded_planes);
+        memcpy(c.s->phase, table->begin + 2 * (size_t)c.shape.padded_planes * task->part,
+               2 * (size_t)c.shape.padded_planes * sizeof(double));
 
         for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
             const uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
@@ -413,16 +423,84 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
     }
 }
 
+/* (x, y)[l] = (a, b)[l] times (c, s)[l], lanes side by side so that compilers vectorise them. */
+static void turn_lanes(const double *a, const double *b, const double *c, const double *s, double *x, double *y)
+{
+    for (uint32_t l = 0; l < AKV_QUAD_LANES; l++) {
+        const double co = a[l] * c[l] - b[l] * s[l], si = b[l] * c[l] + a[l] * s[l];
+        x[l] = co;
+        y[l] = si;
+    }
+}
+
+/*
+ * The tables of 32 planes from j0 on. Offset o = 8 a + b turns by eights[a] times ones[b], both exact to 1e-15: made in every call, and a
+ * call over 2000 tokens is short. turn16 is rounded from products in fp32, which are off by 5e-3 of its steps at most.
+ */
+static void lane_tables(const double *inv_freq, uint32_t n, uint32_t j0, uint32_t PP, const akv_quad_table_room *room)
+{
+    enum { L = AKV_QUAD_LANES };
+    double half[2][L], ones[9][2][L], eights[9][2][L];
+    float one[8][2][L], eight[8][2][L];
+    for (uint32_t l = 0; l < L; l++) { /* padding: no turn */
+        half[0][l] = 1.0;
+        half[1][l] = 0.0;
+        if (l < n)
+            akv_sincos(0.5 * inv_freq[l], &half[1][l], &half[0][l]);
+        ones[0][0][l] = eights[0][0][l] = 1.0;
+        ones[0][1][l] = eights[0][1][l] = 0.0;
+    }
+    turn_lanes(half[0], half[1], half[0], half[1], ones[1][0], ones[1][1]);
+    for (uint32_t b = 2; b <= 8; b++)
+        turn_lanes(ones[b - 1][0], ones[b - 1][1], ones[1][0], ones[1][1], ones[b][0], ones[b][1]);
+    for (uint32_t a = 1; a <= 8; a++)
+        turn_lanes(eights[a - 1][0], eights[a - 1][1], ones[8][0], ones[8][1], eights[a][0], eights[a][1]);
+    memcpy(room->step + j0, eights[8][0], sizeof eights[8][0]);
+    memcpy(room->step + PP + j0, eights[8][1], sizeof eights[8][1]);
+    for (uint32_t i = 0; i < 8; i++)
+        for (uint32_t l = 0; l < L; l++) {
+            one[i][0][l] = (float)ones[i][0][l];
+            one[i][1][l] = (float)ones[i][1][l];
+            eight[i][0][l] = (float)eights[i][0][l] * (float)(1 << AKV_QUAD_TURN_BITS);
+            eight[i][1][l] = (float)eights[i][1][l] * (float)(1 << AKV_QUAD_TURN_BITS);
+        }
+    const float whole = 0x1.8p23f; /* adding and taking it away rounds to a whole number */
+    for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
+        int16_t *turn = room->turn16 + ((size_t)o * PP + j0) * 2;
+        const float *c = eight[o / 8][0], *s = eight[o / 8][1], *x = one[o % 8][0], *y = one[o % 8][1];
+        for (uint32_t l = 0; l < L; l++)
+            turn[l] = (int16_t)(int32_t)((c[l] * x[l] - s[l] * y[l] + whole) - whole);
+        for (uint32_t l = 0; l < L; l++)
+            turn[L + l] = (int16_t)(int32_t)((s[l] * x[l] + c[l] * y[l] + whole) - whole);
+    }
+    for (uint32_t l = 0; l < L && j0 + l < room->fast; l++) { /* (8 a + b + 1/2) theta */
+        float *mean = room->mean + (size_t)(j0 + l) * 64;
+        double x[8], y[8];
+        for (uint32_t b = 0; b < 8; b++) {
+            x[b] = ones[b][0][l];
+            y[b] = ones[b][1][l];
+        }
+        for (uint32_t a = 0; a < 4; a++) {
+            const double co = eights[a][0][l] * half[0][l] - eights[a][1][l] * half[1][l];
+            const double si = eights[a][1][l] * half[0][l] + eights[a][0][l] * half[1][l];
+            for (uint32_t b = 0; b < 8; b++) {
+                mean[8 * a + b] = (float)(co * x[b] - si * y[b]);
+                mean[32 + 8 * a + b] = (float)(si * x[b] + co * y[b]);
+            }
+        }
+    }
+    double co[L], si[L]; /* 31.5 theta */
+    turn_lanes(eights[3][0], eights[3][1], ones[7][0], ones[7][1], co, si);
+    turn_lanes(co, si, half[0], half[1], co, si);
+    for (uint32_t l = 0; l < L; l++) {
+        room->middle[j0 + l] = (float)co[l];
+        room->middle[PP + j0 + l] = (float)si[l];
+    }
+}
+
 void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_planes, akv_quad_table_room *room)
 {
     const uint32_t PP = padded_planes;
-    memset(room->turn16, 0, AKV_QUAD_TILE * 2 * (size_t)PP * sizeof *room->turn16);
-    for (uint32_t j = 0; j < PP; j++) { /* padding: no turn */
-        room->step[j] = 1.0;
-        room->step[PP + j] = 0.0;
-        room->middle[j] = 1.0f;
-        room->middle[PP + j] = 0.0f;
-    }
     memset(room->moments, 0, 6 * (size_t)PP * sizeof *room->moments);
     room->fast = planes;
     while (room->fast > 0 && 31.5 * fabs(inv_freq[room->fast - 1]) <= AKV_QUAD_SLOW)
@@ -433,44 +511,6 @@ void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_pl
         for (uint32_t k = 0; k < 6; k++)
             room->moments[k * PP + j] = (float)moment[k];
     }
-    /*
-     * Powers of one rotation, all planes side by side so that compilers vectorise them: 63 complex products in double lose less than
-     * 1e-14. This is done in every call, and a call over 2000 tokens is short.
-     */
-    double co[AKV_QUAD_MAX_DIM / 2], si[AKV_QUAD_MAX_DIM / 2], half_co[AKV_QUAD_MAX_DIM / 2], half_si[AKV_QUAD_MAX_DIM / 2];
-    double x[AKV_QUAD_MAX_DIM / 2], y[AKV_QUAD_MAX_DIM / 2];
-    for (uint32_t j = 0; j < planes; j++) {
-        akv_sincos(0.5 * inv_freq[j], &half_si[j], &half_co[j]);
-        akv_sincos(inv_freq[j], &si[j], &co[j]);
-        x[j] = 1.0;
-        y[j] = 0.0;
-    }
-    const double whole = 0x1.8p52; /* adding and taking it away rounds to a whole number */
-    for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
-        for (uint32_t j0 = 0; j0 < planes; j0 += 32) {
-            const uint32_t n = planes - j0 < 32 ? planes - j0 : 32;
-            int16_t *turn = room->turn16 + ((size_t)o * PP + j0) * 2;
-            for (uint32_t j = 0; j < n; j++) {
-                turn[j] = (int16_t)(int32_t)((x[j0 + j] * (1 << AKV_QUAD_TURN_BITS) + whole) - whole);
-                turn[32 + j] = (int16_t)(int32_t)((y[j0 + j] * (1 << AKV_QUAD_TURN_BITS) + whole) - whole);
-            }
-        }
-        for (uint32_t j = 0; o < 32 && j < room->fast; j++) { /* (o + 1/2) theta */
-            room->mean[(size_t)j * 64 + o] = (float)(x[j] * half_co[j] - y[j] * half_si[j]);
-            room->mean[(size_t)j * 64 + 32 + o] = (float)(y[j] * half_co[j] + x[j] * half_si[j]);
-        }
-        for (uint32_t j = 0; o == 31 && j < planes; j++) {
-            room->middle[j] = (float)(x[j] * half_co[j] - y[j] * half_si[j]);
-            room->middle[PP + j] = (float)(y[j] * half_co[j] + x[j] * half_si[j]);
-        }
-        for (uint32_t j = 0; j < planes; j++) {
-            const double next = x[j] * co[j] - y[j] * si[j];
-            y[j] = x[j] * si[j] + y[j] * co[j];
-            x[j] = next;
-        }
-    }
-    for (uint32_t j = 0; j < planes; j++) {
-        room->step[j] = x[j];
-        room->step[PP + j] = y[j];
-    }
+    for (uint32_t j0 = 0; j0 < PP; j0 += AKV_QUAD_LANES)
+        lane_tables(inv_freq + j0, planes - j0 < AKV_QUAD_LANES ? planes - j0 : AKV_QUAD_LANES, j0, PP, room);
 }

@@ -121,20 +121,36 @@ static void exp_sum(float *x, uint32_t n, const float *max, float *sum)
     _mm_storeu_ps(sum, _mm_add_ps(_mm_loadu_ps(sum), four));
 }
 
+/* R rows (1 or 4) of bytes_dot. */
+#define BYTES_DOT(R)                                                                                                           \
+    do {                                                                                                                       \
+        __m512 s[R][4];                                                                                                        \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            s[k][0] = s[k][1] = s[k][2] = s[k][3] = _mm512_setzero_ps();                                                       \
+        for (uint32_t i = 0; i < dim; i += 16) {                                                                               \
+            const __mmask16 mask = (__mmask16)low_bits(dim - i < 16 ? dim - i : 16);                                           \
+            const __m512 x0 = _mm512_maskz_loadu_ps(mask, x + i), x1 = _mm512_maskz_loadu_ps(mask, x + dim + i),               \
+                         x2 = _mm512_maskz_loadu_ps(mask, x + 2 * (size_t)dim + i),                                            \
+                         x3 = _mm512_maskz_loadu_ps(mask, x + 3 * (size_t)dim + i);                                            \
+            for (uint32_t k = 0; k < R; k++) {                                                                                 \
+                const __m512 b = bytes_f32(rows + (size_t)(a + k) * dim + i, mask);                                            \
+                s[k][0] = _mm512_fmadd_ps(b, x0, s[k][0]);                                                                     \
+                s[k][1] = _mm512_fmadd_ps(b, x1, s[k][1]);                                                                     \
+                s[k][2] = _mm512_fmadd_ps(b, x2, s[k][2]);                                                                     \
+                s[k][3] = _mm512_fmadd_ps(b, x3, s[k][3]);                                                                     \
+            }                                                                                                                  \
+        }                                                                                                                      \
+        for (uint32_t k = 0; k < R; k++)                                                                                       \
+            _mm_storeu_ps(out + (a + k) * 4, sum4(s[k][0], s[k][1], s[k][2], s[k][3]));                                        \
+    } while (0)
+
 static void bytes_dot(const float *x, const int8_t *rows, uint32_t n, uint32_t dim, float *out)
 {
-    for (uint32_t a = 0; a < n; a++) {
-        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-        for (uint32_t i = 0; i < dim; i += 16) {
-            const __mmask16 mask = (__mmask16)low_bits(dim - i < 16 ? dim - i : 16);
-            const __m512 b = bytes_f32(rows + (size_t)a * dim + i, mask);
-            s0 = _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(mask, x + i), s0);
-            s1 = _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(mask, x + dim + i), s1);
-            s2 = _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(mask, x + 2 * (size_t)dim + i), s2);
-            s3 = _mm512_fmadd_ps(b, _mm512_maskz_loadu_ps(mask, x + 3 * (size_t)dim + i), s3);
-        }
-        _mm_storeu_ps(out + a * 4, sum4(s0, s1, s2, s3));
-    }
+    uint32_t a = 0;
+    for (; a + 4 <= n; a += 4)
+        BYTES_DOT(4);
+    for (; a < n; a++)
+        BYTES_DOT(1);
 }
 
 /* R rows (1 to 6) of tile_dots: 24 accumulators at most. */

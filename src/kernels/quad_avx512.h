@@ -12,6 +12,20 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/*
+ * acc += dot products of four unsigned and four signed bytes (two and two words) per lane. Written as assembly because gcc 12 copies the
+ * accumulators of the intrinsics from register to register and back in every turn of a loop.
+ */
+INLINE void dot_bytes(__m512i *acc, __m512i u, __m512i s)
+{
+    __asm__("vpdpbusd %2, %1, %0" : "+v"(*acc) : "v"(u), "v"(s));
+}
+
+INLINE void dot_words(__m512i *acc, __m512i a, __m512i b)
+{
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(*acc) : "v"(a), "v"(b));
+}
+
 /* The low n bits; n <= 64. */
 INLINE uint64_t low_bits(uint32_t n)
 {

@@ -229,8 +229,8 @@ INLINE void turn_128(const int8_t *a, const int16_t *turn, __m512i spread, int16
 }
 
 /*
- * The same for 64 half-split planes and nothing else (d = 128): the turned queries stay in 16 registers, and while four tokens
- * are summed the next four are turned.
+ * The same for 64 half-split planes and nothing else (d = 128): the turned queries stay in 16 registers; 16 anchors are turned, then
+ * summed eight at a time.
  */
 static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
                             const float *weight, const float *scale, uint32_t n, float *logits)
@@ -239,38 +239,35 @@ static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const 
     const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
     const __m512i spread = spread_low_half();
     const __m512 row_scale = _mm512_broadcast_f32x4(_mm_loadu_ps(scale));
-    const uint32_t fours = (n + 15) / 16 * 4;
-    _Alignas(64) int16_t x[2][4][128];
+    _Alignas(64) int16_t x[16][128];
     __m512i q[16];
 #pragma GCC unroll 16
     for (int e = 0; e < 16; e++)
         q[e] = _mm512_loadu_si512(query16 + 32 * e);
-    for (uint32_t l = 0; l < 4; l++)
-        turn_128(anchors + (size_t)anchor[4 * l] * 128, turn16 + (size_t)4 * l * 128, spread, x[0][l]);
-    for (uint32_t f = 0; f < fours; f++) { /* tokens t, t + 4, t + 8, t + 12: neighbours in slot order */
-        const uint32_t next = f + 1 < fours ? f + 1 : f, t1 = next / 4 * 16 + next % 4;
-        const int16_t *now = x[f & 1][0];
-        int16_t *then = x[~f & 1][0];
-        __m512i acc[4];
-#pragma GCC unroll 4
-        for (int l = 0; l < 4; l++)
-            acc[l] = _mm512_setzero_si512();
-#pragma GCC unroll 4
-        for (uint32_t k = 0; k < 4; k++) {
-            turn_128(anchors + (size_t)anchor[t1 + 4 * k] * 128, turn16 + (size_t)(t1 + 4 * k) * 128, spread, then + k * 128);
+    for (uint32_t t0 = 0; t0 < n; t0 += 16) {
+        for (uint32_t l = 0; l < 16; l++)
+            turn_128(anchors + (size_t)anchor[t0 + l] * 128, turn16 + (size_t)(t0 + l) * 128, spread, x[l]);
+        __asm__("" : : "r"(x) : "memory"); /* or the compiler takes the lanes out of registers, two shuffles each */
+        const __m512 weights = _mm512_loadu_ps(weight + t0);
+        for (uint32_t f = 0; f < 4; f += 2) { /* tokens f, f + 4, f + 8, f + 12 are neighbours in slot order; then f + 1 and so on */
+            __m512i acc[8];
+#pragma GCC unroll 8
+            for (int l = 0; l < 8; l++)
+                acc[l] = _mm512_setzero_si512();
 #pragma GCC unroll 16
-            for (uint32_t e = 4 * k; e < 4 * k + 4; e++)
-#pragma GCC unroll 4
-                for (uint32_t l = 0; l < 4; l++)
-                    acc[l] = _mm512_dpwssd_epi32(
-                        acc[l], _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(now + l * 128 + 8 * e))), q[e]);
-            __asm__("" : : "r"(then) : "memory"); /* keeps this order, and the compiler from taking lanes out of registers */
+            for (uint32_t e = 0; e < 16; e++)
+#pragma GCC unroll 8
+                for (uint32_t l = 0; l < 8; l++)
+                    dot_words(&acc[l], _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(x[f + l / 4 + l % 4 * 4] + 8 * e))),
+                              q[e]);
+#pragma GCC unroll 2
+            for (uint32_t g = 0; g < 2; g++) {
+                float *out = logits + t0 * 4 + (f + g) * 16;
+                const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc + 4 * g));
+                const __m512 mine = _mm512_permutexvar_ps(_mm512_add_epi32(each4, _mm512_set1_epi32((int)(f + g))), weights);
+                _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, mine), sums, _mm512_loadu_ps(out)));
+            }
         }
-        float *out = logits + f * 16;
-        const __m512 sums = _mm512_permutexvar_ps(turn_over, gather_parts(acc));
-        const __m512 mine = _mm512_permutexvar_ps(_mm512_add_epi32(each4, _mm512_set1_epi32((int)(f % 4))),
-                                                  _mm512_loadu_ps(weight + f / 4 * 16)); /* of the four tokens */
-        _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(row_scale, mine), sums, _mm512_loadu_ps(out)));
     }
 }
 
@@ -352,21 +349,23 @@ static const uint8_t key_pick[3][64] = {BYTES64(KEY_PICK4), BYTES64(KEY_PICK2), 
 #define RAISED1(i) (1 + STEP1(i))
 static const uint8_t key_table[3][64] = {BYTES64(RAISED4), BYTES64(RAISED2), BYTES64(RAISED1)};
 
-/* One four of key coordinates into the high and low sums of four rows. */
-#define KEY_FOUR(w, bytes)                                                                                                     \
-    do {                                                                                                                       \
-        const __m512i steps = spread_codes(&s, w, codes, bytes);                                                               \
-        const int32_t *q = (const int32_t *)(const void *)query;                                                               \
-        a0 = _mm512_dpbusd_epi32(a0, steps, _mm512_set1_epi32(q[0]));                                                          \
-        a1 = _mm512_dpbusd_epi32(a1, steps, _mm512_set1_epi32(q[1]));                                                          \
-        a2 = _mm512_dpbusd_epi32(a2, steps, _mm512_set1_epi32(q[2]));                                                          \
-        a3 = _mm512_dpbusd_epi32(a3, steps, _mm512_set1_epi32(q[3]));                                                          \
-        b0 = _mm512_dpbusd_epi32(b0, steps, _mm512_set1_epi32(q[4]));                                                          \
-        b1 = _mm512_dpbusd_epi32(b1, steps, _mm512_set1_epi32(q[5]));                                                          \
-        b2 = _mm512_dpbusd_epi32(b2, steps, _mm512_set1_epi32(q[6]));                                                          \
-        b3 = _mm512_dpbusd_epi32(b3, steps, _mm512_set1_epi32(q[7]));                                                          \
-        query += 32;                                                                                                           \
-    } while (0)
+/* One four of key coordinates of G groups, a group's codes `stride` apart, into sums [row high, row low]. */
+INLINE void key_four(const code_spread *s, int w, const uint8_t *codes, uint32_t stride, uint32_t bytes, const int8_t *query, int groups,
+                     __m512i sum[2][8])
+{
+    __m512i steps[2];
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; g++)
+        steps[g] = spread_codes(s, w, codes + g * stride, bytes);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) {
+        int32_t q;
+        memcpy(&q, query + 4 * k, sizeof q);
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; g++)
+            dot_bytes(&sum[g][k], steps[g], _mm512_set1_epi32(q));
+    }
+}
 
 INLINE __m512 whole_sum(__m512i high, __m512i low, __m512 gain, float scale)
 {
@@ -374,48 +373,59 @@ INLINE __m512 whole_sum(__m512i high, __m512i low, __m512 gain, float scale)
     return _mm512_mul_ps(_mm512_mul_ps(gain, _mm512_set1_ps(scale)), sum);
 }
 
-void akv_avx512_code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *all_query, const int32_t *bias,
-                      const float *scale, const uint16_t *slots, float *logits)
+/* One or two full groups; two share the loads of the query. live = how many tokens of the last one are written. */
+INLINE void key_groups(const code_spread *s, const uint8_t *codes, const akv_quad_level *level, int groups, const int8_t *query,
+                       const int32_t *bias, const float *scale, const uint8_t *gains, uint32_t live, const uint16_t *slots, float *logits)
+{
+    const uint32_t stride = 2 * level->bits;
+    __m512i sum[2][8];
+    _Alignas(64) float token[16][4];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; g++)
+            sum[g][k] = _mm512_set1_epi32(bias[k]);
+#pragma GCC unroll 3
+    for (int w = 0; w < 3; w++) {
+        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
+        for (uint32_t i = 0; i < count / 4; i++, codes += 4 * bytes, query += 32)
+            key_four(s, w, codes, stride, 4 * bytes, query, groups, sum);
+        if (count % 4 != 0) {
+            key_four(s, w, codes, stride, count % 4 * bytes, query, groups, sum);
+            codes += count % 4 * bytes;
+            query += 32;
+        }
+    }
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; g++, gains += 8, slots += AKV_GROUP_LANES) {
+        const __m512 gain = gains16(gains, live == AKV_GROUP_LANES ? 8 : (live + 1) / 2);
+        store_tokens(&token[0][0], whole_sum(sum[g][0], sum[g][4], gain, scale[0]), whole_sum(sum[g][1], sum[g][5], gain, scale[1]),
+                     whole_sum(sum[g][2], sum[g][6], gain, scale[2]), whole_sum(sum[g][3], sum[g][7], gain, scale[3]));
+#pragma GCC unroll 16
+        for (uint32_t t = 0; t < AKV_GROUP_LANES && t < live; t++) {
+            float *out = logits + (size_t)slots[t] * 4;
+            _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), _mm_load_ps(token[(t & 3) * 4 + t / 4])));
+        }
+    }
+}
+
+void akv_avx512_code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *query, const int32_t *bias,
+                          const float *scale, const uint16_t *slots, float *logits)
 {
     const code_spread s = spread_of(key_gather, key_pick, key_table);
-    uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
-    _Alignas(64) float token[16][4];
-    for (uint32_t at = 0; at < n; at += AKV_GROUP_LANES) {
-        const uint32_t g = n - at < AKV_GROUP_LANES ? n - at : AKV_GROUP_LANES;
-        const uint8_t *codes = run + (n + 1) / 2 + (size_t)(at / AKV_GROUP_LANES) * 2 * level->bits;
-        const int8_t *query = all_query;
-        if (g < AKV_GROUP_LANES) {
-            full_group(codes, g, level, room);
-            codes = room;
-        }
-        __m512i a0 = _mm512_set1_epi32(bias[0]), a1 = _mm512_set1_epi32(bias[1]), a2 = _mm512_set1_epi32(bias[2]),
-                a3 = _mm512_set1_epi32(bias[3]), b0 = _mm512_set1_epi32(bias[4]), b1 = _mm512_set1_epi32(bias[5]),
-                b2 = _mm512_set1_epi32(bias[6]), b3 = _mm512_set1_epi32(bias[7]);
-#pragma GCC unroll 3
-        for (int w = 0; w < 3; w++) {
-            const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
-            for (uint32_t i = 0; i < count / 4; i++, codes += 4 * bytes)
-                KEY_FOUR(w, 4 * bytes);
-            if (count % 4 != 0) {
-                KEY_FOUR(w, count % 4 * bytes);
-                codes += count % 4 * bytes;
-            }
-        }
-        const __m512 gain = gains16(run + at / 2, (g + 1) / 2);
-        store_tokens(&token[0][0], whole_sum(a0, b0, gain, scale[0]), whole_sum(a1, b1, gain, scale[1]),
-                     whole_sum(a2, b2, gain, scale[2]), whole_sum(a3, b3, gain, scale[3]));
-        if (g == AKV_GROUP_LANES) {
-#pragma GCC unroll 16
-            for (uint32_t t = 0; t < 16; t++) {
-                float *out = logits + (size_t)slots[at + t] * 4;
-                _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), _mm_load_ps(token[(t & 3) * 4 + t / 4])));
-            }
-        } else {
-            for (uint32_t t = 0; t < g; t++) {
-                float *out = logits + (size_t)slots[at + t] * 4;
-                _mm_storeu_ps(out, _mm_add_ps(_mm_loadu_ps(out), _mm_load_ps(token[(t & 3) * 4 + t / 4])));
-            }
-        }
+    const uint8_t *codes = run + (n + 1) / 2;
+    uint32_t at = 0;
+    for (; at + 2 * AKV_GROUP_LANES <= n; at += 2 * AKV_GROUP_LANES, codes += 4 * level->bits)
+        key_groups(&s, codes, level, 2, query, bias, scale, run + at / 2, AKV_GROUP_LANES, slots + at, logits);
+    if (at + AKV_GROUP_LANES <= n) {
+        key_groups(&s, codes, level, 1, query, bias, scale, run + at / 2, AKV_GROUP_LANES, slots + at, logits);
+        at += AKV_GROUP_LANES;
+        codes += 2 * level->bits;
+    }
+    if (at < n) {
+        uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
+        full_group(codes, n - at, level, room);
+        key_groups(&s, room, level, 1, query, bias, scale, run + at / 2, n - at, slots + at, logits);
     }
 }
 

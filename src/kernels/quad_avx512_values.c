@@ -24,14 +24,14 @@ static const int8_t value_table[3][64] = {BYTES64(STEP4), BYTES64(STEP2), BYTES6
     do {                                                                                                                       \
         const __m512i steps = spread_codes(&s, w, codes, bytes);                                                               \
         const __m128i *u = (const __m128i *)(const void *)whole;                                                               \
-        a0 = _mm512_dpbusd_epi32(a0, _mm512_broadcast_i32x4(_mm_load_si128(u)), steps);                                        \
-        b0 = _mm512_dpbusd_epi32(b0, _mm512_broadcast_i32x4(_mm_load_si128(u + 1)), steps);                                    \
-        a1 = _mm512_dpbusd_epi32(a1, _mm512_broadcast_i32x4(_mm_load_si128(u + 2)), steps);                                    \
-        b1 = _mm512_dpbusd_epi32(b1, _mm512_broadcast_i32x4(_mm_load_si128(u + 3)), steps);                                    \
-        a2 = _mm512_dpbusd_epi32(a2, _mm512_broadcast_i32x4(_mm_load_si128(u + 4)), steps);                                    \
-        b2 = _mm512_dpbusd_epi32(b2, _mm512_broadcast_i32x4(_mm_load_si128(u + 5)), steps);                                    \
-        a3 = _mm512_dpbusd_epi32(a3, _mm512_broadcast_i32x4(_mm_load_si128(u + 6)), steps);                                    \
-        b3 = _mm512_dpbusd_epi32(b3, _mm512_broadcast_i32x4(_mm_load_si128(u + 7)), steps);                                    \
+        dot_bytes(&a0, _mm512_broadcast_i32x4(_mm_load_si128(u)), steps);                                                      \
+        dot_bytes(&b0, _mm512_broadcast_i32x4(_mm_load_si128(u + 1)), steps);                                                  \
+        dot_bytes(&a1, _mm512_broadcast_i32x4(_mm_load_si128(u + 2)), steps);                                                  \
+        dot_bytes(&b1, _mm512_broadcast_i32x4(_mm_load_si128(u + 3)), steps);                                                  \
+        dot_bytes(&a2, _mm512_broadcast_i32x4(_mm_load_si128(u + 4)), steps);                                                  \
+        dot_bytes(&b2, _mm512_broadcast_i32x4(_mm_load_si128(u + 5)), steps);                                                  \
+        dot_bytes(&a3, _mm512_broadcast_i32x4(_mm_load_si128(u + 6)), steps);                                                  \
+        dot_bytes(&b3, _mm512_broadcast_i32x4(_mm_load_si128(u + 7)), steps);                                                  \
     } while (0)
 
 INLINE void add_sums(float *out, __m512i high, __m512i low, float unit)
@@ -55,6 +55,39 @@ INLINE void value_four(const code_spread *spread_in, int w, const uint8_t *group
     add_sums(sums + 16, a1, b1, unit[1]);
     add_sums(sums + 32, a2, b2, unit[2]);
     add_sums(sums + 48, a3, b3, unit[3]);
+}
+
+/* Two fours in a group: the weights are loaded once for both. */
+INLINE void two_fours(const code_spread *s, int w, const uint8_t *codes, uint32_t bytes, const uint8_t *whole, __m512i a[8], __m512i b[8])
+{
+    const __m512i steps0 = spread_codes(s, w, codes, bytes), steps1 = spread_codes(s, w, codes + bytes, bytes);
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++) { /* row k / 2, high and low */
+        const __m512i u = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)whole + k));
+        dot_bytes(&a[k], u, steps0);
+        dot_bytes(&b[k], u, steps1);
+    }
+}
+
+/* As value_four, two neighbouring fours of `bytes` each. */
+INLINE void value_eight(const code_spread *spread_in, int w, const uint8_t *groups, uint32_t full, uint32_t group_bytes,
+                        const uint8_t *rest, uint32_t offset, uint32_t bytes, const uint8_t *whole, const float *unit, float *sums)
+{
+    const code_spread s = *spread_in;
+    __m512i a[8], b[8];
+    const uint8_t *codes = groups + offset;
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        a[k] = b[k] = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < full; i++, codes += group_bytes, whole += 128)
+        two_fours(&s, w, codes, bytes, whole, a, b);
+    if (rest != NULL)
+        two_fours(&s, w, rest + offset, bytes, whole, a, b);
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        add_sums(sums + 16 * r, a[2 * r], a[2 * r + 1], unit[r]);
+        add_sums(sums + 64 + 16 * r, b[2 * r], b[2 * r + 1], unit[r]);
+    }
 }
 
 void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
@@ -121,8 +154,13 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
 #pragma GCC unroll 3
     for (int w = 0; w < 3; w++) {
         const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
-        for (uint32_t i = 0; i < count / 4; i++, offset += 4 * bytes, sums += 64)
+        for (uint32_t i = 0; i < count / 8; i++, offset += 8 * bytes, sums += 128)
+            value_eight(&s, w, codes, full, 2 * level->bits, rest, offset, 4 * bytes, whole, unit, sums);
+        if (count % 8 >= 4) {
             value_four(&s, w, codes, full, 2 * level->bits, rest, offset, 4 * bytes, whole, unit, sums);
+            offset += 4 * bytes;
+            sums += 64;
+        }
         if (count % 4 != 0) {
             value_four(&s, w, codes, full, 2 * level->bits, rest, offset, count % 4 * bytes, whole, unit, sums);
             offset += count % 4 * bytes;
