@@ -81,12 +81,14 @@ void tensor_set(const akv_tensor *t, uint64_t head, uint64_t token, uint64_t dim
     ((uint16_t *)(uintptr_t)t->data)[at] = h;
 }
 
-/* inv_freq of base 10000 over the rotary part. */
+double cases_rope_base = 10000;
+
+/* inv_freq over the rotary part. */
 static double *frequencies(uint32_t rotary)
 {
     double *f = must(malloc((rotary / 2 + 1) * sizeof *f));
     for (uint32_t j = 0; j < rotary / 2; j++)
-        f[j] = pow(10000, -2.0 * j / rotary);
+        f[j] = pow(cases_rope_base, -2.0 * j / rotary);
     return f;
 }
 

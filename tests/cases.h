@@ -22,6 +22,9 @@ enum layout {
     LAY_COUNT
 };
 
+/* Base of the rotary embeddings that fixtures and random segments have; 10000 unless a test says otherwise. */
+extern double cases_rope_base;
+
 typedef struct spec {
     const char *name;
     uint64_t S;

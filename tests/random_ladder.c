@@ -224,7 +224,7 @@ akv_segment *random_ladder_segment(const spec *s, uint32_t num_anchors, double d
     memcpy(blob, &h, sizeof h);
     double *freq = (double *)(void *)(blob + h.sections[AKV_SEC_INV_FREQ].offset);
     for (uint32_t j = 0; j < s->rotary / 2; j++)
-        freq[j] = pow(10000, -2.0 * j / s->rotary);
+        freq[j] = pow(cases_rope_base, -2.0 * j / s->rotary);
     uint16_t *mean = (uint16_t *)(void *)(blob + h.sections[AKV_SEC_MEAN].offset);
     for (uint64_t i = 0; i < H * s->dk; i++)
         mean[i] = akv_f32_to_bf16((float)random_gauss(&rng));

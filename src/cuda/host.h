@@ -6,6 +6,7 @@
 #include "core/base.h"
 #include "cuda/internal.h"
 #include "cuda/packed.h"
+#include "cuda/packed_paper.h"
 
 /* Handle of a segment on the device. */
 struct akv_cuda_segment {
@@ -13,7 +14,8 @@ struct akv_cuda_segment {
     const uint8_t *device;
     int ordinal;       /* of the device it lies on */
     uint32_t kind;     /* akv_item_kind */
-    akv_packed packed; /* total_bytes 0: the canonical bytes are on the device */
+    akv_packed packed; /* these two: total_bytes 0 unless the segment is on the device in that private form */
+    akv_paper paper;
 };
 
 /* CUDA's word as a status; the sticky error, if any, is read but cannot be cleared by anyone. */

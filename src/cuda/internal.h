@@ -11,6 +11,7 @@
 
 #include "anchorkv/akv_cuda.h"
 #include "core/layout.h"
+#include "cuda/packed_paper.h"
 
 #include <cuda_runtime_api.h>
 
@@ -118,6 +119,32 @@ typedef struct akv_partials {
     float *acc; /* [slots, H, rows, d_v], weights relative to max */
 } akv_partials;
 
+#define AKV_CUDA_BLOCKS 132u /* one on each of an H200's processors; fixed, so that items depend on shapes only */
+
+/*
+ * A run of spans of one head of a PLAIN segment, with all that a block has to know before it can ask for anything: every
+ * look-up less at its start counts.
+ */
+typedef struct akv_paper_item {
+    const uint8_t *packed;
+    uint32_t head, first_span, num_spans, sequence;
+    uint32_t part; /* its slot among the partial states */
+    uint32_t share, shares; /* which part of the head's anchors it brings near */
+    uint32_t unused;
+    akv_paper paper; /* head of the packed bytes */
+} akv_paper_item;
+
+_Static_assert(sizeof(akv_paper_item) % 16 == 0, "copied in pieces of 16 bytes");
+
+#define AKV_PAPER_STATIC 512u /* a block's shared memory besides what is asked for at its launch, at most */
+
+typedef struct akv_cuda_paper {
+    uint32_t num_blocks, num_items, row_chunk, fast_steps, shared_bytes;
+    uint32_t shared_anchors; /* key anchors lie in shared memory */
+    const akv_paper_item *items;
+    uint32_t first_item[AKV_CUDA_BLOCKS + 1]; /* of each block */
+} akv_cuda_paper;
+
 /*
  * Kernel argument: the call as the device sees it. rows = G * T; row r is query head r / T of the group, query r % T.
  */
@@ -143,6 +170,7 @@ typedef struct akv_cuda_call {
     const uint32_t *first_part;
     uint8_t *prepared;          /* [num_pools, H, chunks of rows, prepared_bytes] */
     akv_span_states states;
+    akv_cuda_paper paper;
     akv_code_values values;
     akv_cuda_step step;
 } akv_cuda_call;
@@ -165,6 +193,12 @@ cudaError_t akv_cuda_launch_queries(const akv_cuda_call *call, cudaStream_t stre
 cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows);
 cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);
+/* The same for profile paper. */
+int akv_cuda_paper_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
+size_t akv_cuda_paper_shared(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps, uint32_t anchors, uint32_t span,
+                             int shared_anchors);
+cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps, size_t shared_bytes);
+cudaError_t akv_cuda_launch_paper(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream);
 

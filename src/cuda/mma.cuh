@@ -37,6 +37,14 @@ static __device__ __forceinline__ void mma_f16(float acc[4], uint32_t a0, uint32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+/* A register of whatever value: for rows of operands whose products nobody reads. */
+static __device__ __forceinline__ uint32_t any_value(void)
+{
+    uint32_t x;
+    asm volatile("" : "=r"(x));
+    return x;
+}
+
 /* 8 x 8 halves over a warp, lane 4r + c with columns 2c and 2c + 1 of row r: the transpose. */
 static __device__ __forceinline__ uint32_t transpose8(uint32_t x)
 {
@@ -86,6 +94,17 @@ static __device__ __forceinline__ void copy_async(void *to, const void *from)
 static __device__ __forceinline__ void await_copies(void)
 {
     asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
+/* Copies in two portions: wait for all but the last that was closed. */
+static __device__ __forceinline__ void close_copies(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+static __device__ __forceinline__ void await_all_copies_but_one(void)
+{
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
 static __device__ __forceinline__ void fetch_line(const void *from)

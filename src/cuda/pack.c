@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* pack.c - the private form of a LADDER segment; see packed.h. The only place on the GPU's fast path that knows canonical bytes. */
 #include "cuda/pack.h"
-#include "core/rope.h"
 #include "core/sizes.h"
 #include "cuda/pack_groups.h"
+#include "cuda/pack_turns.h"
 
 #include <stdlib.h>
 
@@ -17,45 +17,6 @@ bool akv_pack_covers(const akv_segment *segment)
         return false;
     const uint32_t d = h->head_dim[0];
     return d == 64 || d == 96 || d == 128 || d == 192 || d == 256;
-}
-
-/* Short segments need short spans to fill a GPU, long ones waste fewer filled-up groups. */
-static uint32_t span_tokens(uint64_t tokens)
-{
-    return tokens <= 32768 ? 1024 : AKV_PACK_MAX_SPAN;
-}
-
-/* ------------------------------------------------------------------------------------------------------ slots of keys */
-
-typedef struct plane {
-    double speed;
-    uint16_t x, y;
-    bool turns;
-} plane;
-
-static int faster(const void *a, const void *b)
-{
-    const plane *p = a, *q = b;
-    const double x = fabs(p->speed), y = fabs(q->speed);
-    return x != y ? (x < y) - (x > y) : (p->x > q->x) - (p->x < q->x);
-}
-
-/* Planes by falling speed; returns how many steps of eight planes are fast. */
-static uint32_t sort_planes(const akv_header *h, const double *inv_freq, plane *planes)
-{
-    const uint32_t n = h->rotary_dim / 2, all = h->head_dim[0] / 2;
-    for (uint32_t j = 0; j < all; j++) {
-        const bool turns = j < n;
-        planes[j].turns = turns;
-        planes[j].speed = turns ? inv_freq[j] : 0.0;
-        planes[j].x = (uint16_t)(turns ? akv_plane_first((akv_rope_style)h->rope_style, j) : 2 * j);
-        planes[j].y = (uint16_t)(turns ? akv_plane_second((akv_rope_style)h->rope_style, h->rotary_dim, j) : 2 * j + 1);
-    }
-    qsort(planes, all, sizeof *planes, faster);
-    uint32_t fast = 0;
-    while (fast < all / 8 && fabs(planes[fast * 8].speed) * (AKV_PACK_WINDOW / 2.0) > AKV_PACK_SLOW_TURN)
-        fast++;
-    return fast <= all / 16 ? all / 16 : all / 8;
 }
 
 /* Steps of the quantisers as kernels want them; false when they are not what the kernels can do with. */
@@ -89,14 +50,14 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
     p->num_tokens = h->num_tokens;
     p->num_kv_heads = h->num_kv_heads;
     p->num_anchors = h->num_anchors;
-    p->span_tokens = span_tokens(h->num_tokens);
+    p->span_tokens = akv_span_tokens(h->num_tokens);
     p->num_spans = (uint32_t)akv_div_up(h->num_tokens, p->span_tokens);
     p->num_levels = h->num_levels;
     p->first_position = h->first_position;
     p->magnitude = (float)h->magnitude;
     p->steps = h->head_dim[0] / 16;
-    plane planes[AKV_PACK_MAX_DIM / 2];
-    p->fast_steps = sort_planes(h, akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
+    akv_plane planes[AKV_PACK_MAX_DIM / 2];
+    p->fast_steps = akv_sort_planes(h, akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
     akv_ladder_view v[AKV_SIDES];
     for (uint32_t head = 0; head < H; head++) {
         view_head(segment, head, v);
@@ -150,35 +111,20 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
 
 /* ------------------------------------------------------------------------------------------------------------- writing */
 
-static void put_half(uint8_t *out, uint64_t i, double x)
-{
-    ((uint16_t *)(void *)out)[i] = akv_f32_to_f16((float)x);
-}
-
-/* cos, sin of `tokens` for the two planes of lane column c in a step: half2 cos, half2 sin. */
-static void put_turn(uint8_t *out, uint64_t at, const plane *step, uint32_t c, double tokens)
-{
-    for (uint32_t i = 0; i < 2; i++) {
-        const double angle = tokens * step[2 * c + i].speed;
-        put_half(out, at * 4 + i, cos(angle));
-        put_half(out, at * 4 + 2 + i, sin(angle));
-    }
-}
-
-static void write_turns(const akv_packed *p, const plane *planes, uint8_t *out)
+static void write_turns(const akv_packed *p, const akv_plane *planes, uint8_t *out)
 {
     for (uint32_t s = 0; s < p->steps; s++) {
-        const plane *step = planes + s * 8;
+        const akv_plane *step = planes + s * 8;
         const bool fast = s < p->fast_steps;
         const uint32_t window = fast ? 32 : AKV_PACK_WINDOW, windows = p->span_tokens / window;
         for (uint32_t c = 0; c < 4; c++) {
             for (uint32_t r = 0; fast && r < 16; r++)
-                put_turn(out + p->row_turns, (s * 16 + r) * 4 + c, step, c, r);
+                akv_put_turn(out + p->row_turns, (s * 16 + r) * 4 + c, step, c, r);
             for (uint32_t w = 0; w < windows; w++)
                 if (fast)
-                    put_turn(out + p->fast_turns, ((uint64_t)w * 4 + c) * p->fast_steps + s, step, c, 32.0 * w);
+                    akv_put_turn(out + p->fast_turns, ((uint64_t)w * 4 + c) * p->fast_steps + s, step, c, 32.0 * w);
                 else
-                    put_turn(out + p->slow_turns, ((uint64_t)w * 4 + c) * (p->steps - p->fast_steps) + s - p->fast_steps, step, c,
+                    akv_put_turn(out + p->slow_turns, ((uint64_t)w * 4 + c) * (p->steps - p->fast_steps) + s - p->fast_steps, step, c,
                              window * w + window / 2);
         }
     }
@@ -197,16 +143,16 @@ static void write_mean(const akv_packed *p, uint32_t head, uint32_t s, uint32_t 
     for (uint32_t r = 0; s < p->fast_steps && r < 16; r++) {
         const double c = cos(r * speed), si = sin(r * speed);
         const uint64_t lane = ((uint64_t)head * p->fast_steps + s) * 32 + r % 8 * 4 + i / 2;
-        put_half(out + p->mean_rows, lane * 8 + r / 8 * 2 + i % 2, m[0] * c - m[1] * si);
-        put_half(out + p->mean_rows, lane * 8 + 4 + r / 8 * 2 + i % 2, m[0] * si + m[1] * c);
+        akv_put_half(out + p->mean_rows, lane * 8 + r / 8 * 2 + i % 2, m[0] * c - m[1] * si);
+        akv_put_half(out + p->mean_rows, lane * 8 + 4 + r / 8 * 2 + i % 2, m[0] * si + m[1] * c);
     }
     if (s >= p->fast_steps)
         for (uint32_t y = 0; y < 2; y++)
-            put_half(out + p->mean_slow, (((uint64_t)head * (p->steps - p->fast_steps) + s - p->fast_steps) * 4 + i / 2) * 4 + y * 2 + i % 2, m[y]);
+            akv_put_half(out + p->mean_slow, (((uint64_t)head * (p->steps - p->fast_steps) + s - p->fast_steps) * 4 + i / 2) * 4 + y * 2 + i % 2, m[y]);
 }
 
 /* Anchors, scales, units, mean, basis of one head. */
-static void write_head(const akv_segment *segment, const akv_packed *p, const plane *planes, uint32_t head,
+static void write_head(const akv_segment *segment, const akv_packed *p, const akv_plane *planes, uint32_t head,
                        const akv_ladder_view v[AKV_SIDES], uint8_t *out)
 {
     const uint16_t *mean = (const uint16_t *)akv_section_of(segment, AKV_SEC_MEAN) + (uint64_t)head * p->dim[0];
@@ -258,8 +204,8 @@ akv_status akv_pack_write(const akv_segment *segment, const akv_packed *p, uint8
         free(scratch);
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for packing a segment");
     }
-    plane planes[AKV_PACK_MAX_DIM / 2];
-    sort_planes(h, akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
+    akv_plane planes[AKV_PACK_MAX_DIM / 2];
+    akv_sort_planes(h, akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
     memset(out, 0, p->total_bytes);
     memcpy(out, p, sizeof *p);
     write_turns(p, planes, out);

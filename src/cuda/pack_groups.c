@@ -331,13 +331,12 @@ size_t akv_span_scratch_bytes(void)
 void akv_write_span(const akv_head_plan *plan, const akv_ladder_view v[AKV_SIDES], uint64_t num_tokens, uint64_t begin,
                     uint32_t n, uint32_t span_tokens, const akv_packed_span *span, uint8_t *out, void *scratch)
 {
-    uint32_t *words = (uint32_t *)(void *)(out + span->words);
-    for (uint32_t i = 0; i < n; i++)
-        words[i] = AKV_TOKEN_WORD(akv_ladder_index(&v[0], begin + i), akv_ladder_index(&v[1], begin + i),
-                                  (uint32_t)akv_ladder_coeff(&v[0], begin + i) & 15u,
-                                  (uint32_t)akv_ladder_coeff(&v[1], begin + i) & 15u);
     for (int side = 0; side < AKV_SIDES; side++) {
         residual *rows = (residual *)scratch + side * AKV_PACK_MAX_SPAN;
+        uint16_t *words = (uint16_t *)(void *)(out + span->words) + side * span_tokens;
+        for (uint32_t i = 0; i < n; i++)
+            words[side == AKV_SIDE_V ? akv_value_place(i, span_tokens) : i] =
+                AKV_TOKEN_WORD(akv_ladder_index(&v[side], begin + i), ((uint32_t)akv_ladder_coeff(&v[side], begin + i) & 15u));
         for (uint64_t b = begin / AKV_BLOCK_TOKENS; b * AKV_BLOCK_TOKENS < begin + n; b++) {
             residual block[AKV_BLOCK_TOKENS];
             const uint64_t b0 = b * AKV_BLOCK_TOKENS, left = num_tokens - b0;

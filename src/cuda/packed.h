@@ -8,8 +8,8 @@
  * than SLOW_TURN over half a window of 64 tokens is slow: there the turn inside a window is taken to first order. The
  * first half of the steps counts as fast, or all of them: kernels are compiled for these two.
  *
- * Tokens are cut into spans. A span of one head has one word a token (which anchors, which coefficients) and per side
- * the residuals in groups of 16 of one level, levels ascending: 16 entries, and codes in the order in which lanes feed
+ * Tokens are cut into spans. A span of one head has per side one word a token (which anchor, which coefficient) and the
+ * residuals in groups of 16 of one level, levels ascending: 16 entries, and codes in the order in which lanes feed
  * the tensor core.
  *
  * Keys: every code is a sum of bits, so a group is a matrix of bits, "planes" x 16 tokens, and a query's weight of a
@@ -41,9 +41,19 @@
 /* Entry of a residual: token in the span and gain code. Groups are filled up with the token behind the span's last. */
 #define AKV_ENTRY(token, gain) ((uint16_t)((token) << 4 | (gain)))
 
-/* Word of a token: anchors of the key and of the value, their coefficients. */
-#define AKV_TOKEN_WORD(key, value, key_coeff, value_coeff)                                                             \
-    ((key) | (value) << 12 | (key_coeff) << 24 | (value_coeff) << 28)
+/* Word of a token on one side: anchor and coefficient. */
+#define AKV_TOKEN_WORD(anchor, coeff) ((uint16_t)((anchor) | (coeff) << 12))
+
+/*
+ * Place of a token's value word in its span. Tokens that a warp adds to the histogram of value anchors together are span /
+ * 32 - 1 apart or more: neighbours often share an anchor, and then their additions wait for each other. A warp's tokens lie
+ * in different banks of shared memory all the same.
+ */
+static inline uint32_t akv_value_place(uint32_t token, uint32_t span_tokens)
+{
+    const uint32_t each = span_tokens / 32, lane = token / each;
+    return (token + each - lane) % each * 32 + lane;
+}
 
 /*
  * A level of the values. Its codes: tiles of bits, four a word of a lane, two left over as 16 bits; then 4-bit tiles.
@@ -118,7 +128,8 @@ typedef struct akv_packed {
 } akv_packed;
 
 typedef struct akv_packed_span {
-    uint64_t words;                              /* u32 [span] AKV_TOKEN_WORD; 0 beyond the last token */
+    /* u16 [2, span] AKV_TOKEN_WORD: keys, then values in akv_value_place; 0 beyond the last token */
+    uint64_t words;
     uint64_t entries[2];                         /* u16 [groups, 16] */
     uint64_t codes[2];
     uint64_t end;

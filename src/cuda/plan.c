@@ -14,18 +14,25 @@ struct akv_cuda_plan {
 /* Where things lie in the workspace. */
 typedef struct places {
     size_t items, span_items, first_item, first_part, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, prepared, total;
-    uint64_t num_items, num_slots, num_span_items, num_pools;
+    size_t paper_items;
+    uint64_t num_items, num_slots, num_span_items, num_pools, num_paper_items;
     uint32_t num_span_blocks, most_anchors, most_parts, pool_chunks, row_chunk, fast_steps, prepared_bytes;
-    size_t span_shared, queries_shared;
+    uint32_t num_paper_blocks, paper_row_chunk, paper_fast_steps, paper_shared_anchors;
+    size_t span_shared, queries_shared, paper_shared;
 } places;
 
 /* Blocks that fill a GPU: one on each of an H200's 132 processors; pools are smaller. Fixed, so that items depend on shapes only. */
-#define SPAN_BLOCKS 132u
+#define SPAN_BLOCKS AKV_CUDA_BLOCKS
 #define POOL_BLOCKS 264u
 
 static bool is_packed(const akv_cuda_segment *segment)
 {
     return segment != NULL && segment->packed.total_bytes > 0;
+}
+
+static bool is_paper(const akv_cuda_segment *segment)
+{
+    return segment != NULL && segment->paper.total_bytes > 0;
 }
 
 void akv_cuda_batch_init(akv_cuda_batch *batch)
@@ -114,6 +121,8 @@ typedef struct lists {
     uint32_t *first_part;
     akv_pool *pools;
     uint32_t *first_slot;
+    akv_paper_item *paper_items;
+    uint32_t *paper_first_item;
 } lists;
 
 /*
@@ -125,27 +134,50 @@ typedef struct shares {
     uint32_t blocks, block;
 } shares;
 
-static void count_shares(const akv_cuda_batch *b, uint32_t row_chunk, shares *out)
+/* Spans of one head of a segment and their tokens; 0 when the segment is not of this kind. */
+static uint32_t spans_of(const akv_cuda_segment *segment, bool paper, uint32_t *tokens)
+{
+    if (paper ? !is_paper(segment) : !is_packed(segment))
+        return 0;
+    *tokens = paper ? segment->paper.span_tokens : segment->packed.span_tokens;
+    return paper ? segment->paper.num_spans : segment->packed.num_spans;
+}
+
+static void count_shares(const akv_cuda_batch *b, bool paper, uint32_t row_chunk, shares *out)
 {
     uint64_t spans = 0;
     memset(out, 0, sizeof *out);
     for (uint32_t q = 0; q < b->num_sequences; q++)
-        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
-            if (is_packed(b->sequences[q].segments[s])) {
-                const akv_packed *p = &b->sequences[q].segments[s]->packed;
-                spans += (uint64_t)p->num_spans * b->num_kv_heads;
-                out->tokens += (uint64_t)p->num_spans * p->span_tokens * b->num_kv_heads;
-            }
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++) {
+            uint32_t tokens = 0;
+            const uint64_t n = (uint64_t)spans_of(b->sequences[q].segments[s], paper, &tokens) * b->num_kv_heads;
+            spans += n;
+            out->tokens += n * tokens;
+        }
     const uint64_t chunks = row_chunk == 0 ? 1 : akv_div_up((uint64_t)b->gqa_group * b->num_queries, row_chunk);
     const uint64_t blocks = akv_div_up(SPAN_BLOCKS, chunks);
     out->blocks = (uint32_t)(spans < blocks ? spans : blocks);
 }
 
-static void next_block(shares *at, const lists *l, uint64_t item)
+static void next_block(shares *at, uint32_t *first_item, uint64_t item)
 {
-    if (l->first_item != NULL)
-        l->first_item[at->block] = (uint32_t)item;
+    if (first_item != NULL)
+        first_item[at->block] = (uint32_t)item;
     at->block++;
+}
+
+/* The next spans of a head for one block, from `span` of `num_spans`; says whether the block's share is full then. */
+static uint32_t take_spans(shares *share, uint32_t span, uint32_t num_spans, uint32_t tokens, bool *full)
+{
+    uint32_t n = 0;
+    while (span + n < num_spans && (share->block == share->blocks || n == 0 ||
+                                    (2 * share->done + tokens) * share->blocks <= 2 * share->tokens * share->block)) {
+        share->done += tokens;
+        n++;
+    }
+    *full = share->block < share->blocks &&
+            (2 * share->done + tokens) * share->blocks > 2 * share->tokens * share->block;
+    return n;
 }
 
 static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l, shares *share, places *at)
@@ -159,22 +191,16 @@ static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32
         const uint64_t first_part = at->num_span_items;
         if (l->first_part != NULL)
             l->first_part[at->num_pools * heads + head] = (uint32_t)first_part;
-        for (uint32_t span = 0; span < p->num_spans;) {
-            /* spans until the block's share is full */
-            uint32_t n = 0;
-            while (span + n < p->num_spans && (share->block == share->blocks || n == 0 ||
-                                               (2 * share->done + p->span_tokens) * share->blocks <= 2 * share->tokens * share->block)) {
-                share->done += p->span_tokens;
-                n++;
-            }
+        for (uint32_t span = 0, n; span < p->num_spans; span += n) {
+            bool full = false;
+            n = take_spans(share, span, p->num_spans, p->span_tokens, &full);
             if (l->span_items != NULL) {
                 const akv_span_item item = {segment->device, head, span, n, (uint32_t)at->num_span_items, (uint32_t)at->num_pools, 0};
                 l->span_items[at->num_span_items] = item;
             }
             at->num_span_items++;
-            span += n;
-            if (share->block < share->blocks && (2 * share->done + p->span_tokens) * share->blocks > 2 * share->tokens * share->block)
-                next_block(share, l, at->num_span_items);
+            if (full)
+                next_block(share, l->first_item, at->num_span_items);
         }
         const uint32_t parts = (uint32_t)(at->num_span_items - first_part);
         at->most_parts = parts > at->most_parts ? parts : at->most_parts;
@@ -182,14 +208,42 @@ static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32
     at->num_pools++;
 }
 
+/* The same for profile paper, whose items leave partial states; returns the slots that they take. */
+static uint64_t cut_paper(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l,
+                          shares *share, places *at)
+{
+    const akv_paper *p = &segment->paper;
+    uint64_t most = 0;
+    for (uint32_t head = 0; head < heads; head++) {
+        uint64_t part = 0;
+        for (uint32_t span = 0, n; span < p->num_spans; span += n, part++) {
+            bool full = false;
+            n = take_spans(share, span, p->num_spans, p->span_tokens, &full);
+            if (l->paper_items != NULL) {
+                const akv_paper_item item = {segment->device, head, span, n, sequence, (uint32_t)(slots + part), span / n,
+                                             (p->num_spans + n - 1) / n, 0, *p};
+                l->paper_items[at->num_paper_items] = item;
+            }
+            at->num_paper_items++;
+            if (full)
+                next_block(share, l->paper_first_item, at->num_paper_items);
+        }
+        most = part > most ? part : most;
+    }
+    return most;
+}
+
 static void cut(const akv_cuda_batch *b, const lists *l, places *at)
 {
     uint64_t n = 0, slots = 0, pools = 0;
-    shares share;
-    count_shares(b, at->row_chunk, &share);
+    shares share, paper_share;
+    count_shares(b, false, at->row_chunk, &share);
+    count_shares(b, true, at->paper_row_chunk, &paper_share);
     at->num_span_blocks = share.blocks;
-    at->num_span_items = at->num_pools = 0;
-    next_block(&share, l, 0);
+    at->num_paper_blocks = paper_share.blocks;
+    at->num_span_items = at->num_pools = at->num_paper_items = 0;
+    next_block(&share, l->first_item, 0);
+    next_block(&paper_share, l->paper_first_item, 0);
     for (uint32_t q = 0; q < b->num_sequences; q++)
         for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
             pools += is_packed(b->sequences[q].segments[s]);
@@ -207,6 +261,10 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
                 slots += at->pool_chunks;
                 continue;
             }
+            if (is_paper(segment)) {
+                slots += cut_paper(segment, q, b->num_kv_heads, slots, l, &paper_share, at);
+                continue;
+            }
             const uint64_t tokens = segment != NULL ? segment->header.num_tokens : seq->tail_tokens;
             for (uint64_t t = 0; t < tokens; t += AKV_CUDA_PART_TOKENS, n++, slots++)
                 if (l->items != NULL) {
@@ -220,11 +278,45 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
     if (l->first_slot != NULL)
         l->first_slot[b->num_sequences] = (uint32_t)slots;
     for (; share.block <= share.blocks;)
-        next_block(&share, l, at->num_span_items);
+        next_block(&share, l->first_item, at->num_span_items);
+    for (; paper_share.block <= paper_share.blocks;)
+        next_block(&paper_share, l->paper_first_item, at->num_paper_items);
     if (l->first_part != NULL)
         l->first_part[at->num_pools * b->num_kv_heads] = (uint32_t)at->num_span_items;
     at->num_items = n;
     at->num_slots = slots;
+}
+
+/* The same for profile paper: anchors in shared memory if they fit in any way. */
+static akv_status choose_paper_kernel(const akv_cuda_batch *b, int most, places *at, akv_diag *diag)
+{
+    uint32_t anchors = 0, span = 0;
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++) {
+            if (!is_paper(b->sequences[q].segments[s]))
+                continue;
+            const akv_paper *p = &b->sequences[q].segments[s]->paper;
+            if (at->paper_fast_steps != 0 && at->paper_fast_steps != p->fast_steps)
+                return akv_fail(diag, AKV_E_UNSUPPORTED, "segments of one batch with rotary embeddings of very different speeds are not covered");
+            at->paper_fast_steps = p->fast_steps;
+            anchors = p->num_anchors > anchors ? p->num_anchors : anchors;
+            span = p->span_tokens > span ? p->span_tokens : span;
+        }
+    if (at->paper_fast_steps == 0)
+        return AKV_OK;
+    const uint32_t first = b->gqa_group * b->num_queries <= 4 ? 4 : 8;
+    for (uint32_t turn = 0; turn < 4; turn++) {
+        at->paper_row_chunk = turn % 2 == 0 ? first : 12 - first;
+        at->paper_shared_anchors = turn < 2;
+        if (!akv_cuda_paper_covers(b->head_dim_k, at->paper_row_chunk, at->paper_fast_steps))
+            continue;
+        at->paper_shared = akv_cuda_paper_shared(b->head_dim_k, at->paper_row_chunk, at->paper_fast_steps, anchors, span,
+                                                 turn < 2);
+        if (at->paper_shared + AKV_PAPER_STATIC <= (size_t)most)
+            return AKV_OK;
+    }
+    return akv_fail(diag, AKV_E_UNSUPPORTED, "%u anchors a head of %u take %zu bytes of shared memory; a block of this device has %d",
+                    anchors, b->head_dim_k, at->paper_shared, most);
 }
 
 /* Row chunk and shared memory of the span kernel for this batch; refused when nothing fits. */
@@ -248,11 +340,12 @@ static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *d
         }
     at->fast_steps = shape.fast_steps;
     at->most_anchors = shape.num_anchors;
-    if (shape.fast_steps == 0)
-        return AKV_OK;
     int ordinal = 0, most = 0;
     AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
     AKV_CUDA_TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "asking for the device's shared memory");
+    AKV_TRY(choose_paper_kernel(b, most, at, diag));
+    if (shape.fast_steps == 0)
+        return AKV_OK;
     const uint32_t first = b->gqa_group * b->num_queries <= 4 ? 4 : 8; /* the other one where the build lacks it or it does not fit */
     for (uint32_t turn = 0; turn < 2; turn++) {
         shape.row_chunk = turn == 0 ? first : 12 - first;
@@ -279,20 +372,21 @@ static size_t take(size_t *used, uint64_t count, size_t size)
 
 static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
 {
-    const lists none = {NULL, NULL, NULL, NULL, NULL, NULL};
+    const lists none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     memset(at, 0, sizeof *at);
     AKV_TRY(choose_kernel(b, at, diag));
     cut(b, &none, at);
     const uint64_t each = (uint64_t)b->num_kv_heads * b->gqa_group * b->num_queries;
     const uint64_t rows = (uint64_t)b->gqa_group * b->num_queries, states = at->num_slots * each, span_states = at->num_span_items * rows;
-    if (at->num_items > INT32_MAX || at->num_span_items > INT32_MAX || at->num_pools > 65535 || states > (UINT64_C(1) << 40))
+    if (at->num_items > INT32_MAX || at->num_span_items + at->num_paper_items > INT32_MAX || at->num_pools > 65535 || states > (UINT64_C(1) << 40))
         return akv_fail(diag, AKV_E_UNSUPPORTED, "the batch makes %llu items of %llu segments; that is too many for one launch",
-                        (unsigned long long)(at->num_items + at->num_span_items), (unsigned long long)at->num_pools);
+                        (unsigned long long)(at->num_items + at->num_span_items + at->num_paper_items), (unsigned long long)at->num_pools);
     at->items = take(&at->total, at->num_items, sizeof(akv_item));
     at->span_items = take(&at->total, at->num_span_items, sizeof(akv_span_item));
     at->first_item = take(&at->total, at->num_span_blocks + 2, sizeof(uint32_t)); /* first_item[0], then one a block */
     at->first_part = take(&at->total, at->num_pools * b->num_kv_heads + 1, sizeof(uint32_t));
     at->pools = take(&at->total, at->num_pools, sizeof(akv_pool));
+    at->paper_items = take(&at->total, at->num_paper_items, sizeof(akv_paper_item));
     at->tails = take(&at->total, b->num_sequences, sizeof(akv_tail));
     at->first_slot = take(&at->total, b->num_sequences + 1, sizeof(uint32_t));
     at->max = take(&at->total, states, sizeof(float));
@@ -334,6 +428,8 @@ static akv_status check_device(const akv_cuda_batch *b, const places *at, int *o
         if (error == cudaSuccess)
             error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v, at->pool_chunks, b->gqa_group * b->num_queries);
     }
+    if (error == cudaSuccess && at->num_paper_items > 0)
+        error = akv_cuda_prepare_paper(b->head_dim_k, at->paper_row_chunk, at->paper_fast_steps, at->paper_shared);
     if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
         (void)cudaGetLastError();
         return akv_fail(diag, AKV_E_UNSUPPORTED, "this build has no kernels for compute capability %d.%d (CMake: CMAKE_CUDA_ARCHITECTURES)",
@@ -365,17 +461,24 @@ static void fill_values(akv_code_values *v)
     v->coeff_self = AKV_COEFF_SELF;
 }
 
-/* Items, tails and slots into the front of the workspace, by one copy. */
-static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, cudaStream_t stream, akv_diag *diag)
+/*
+ * Items, tails and slots into the front of the workspace, by one copy; with maxima and sums of the partial states, since
+ * heads of profile paper may have fewer items than slots: those stay empty.
+ */
+static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, uint32_t *paper_first_item, cudaStream_t stream,
+                       akv_diag *diag)
 {
-    const size_t bytes = at->max;
+    const size_t bytes = at->acc;
     uint8_t *host = calloc(1, bytes + 1);
     if (host == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a list of %zu bytes", bytes);
     const lists l = {(akv_item *)(void *)(host + at->items), (akv_span_item *)(void *)(host + at->span_items),
                      (uint32_t *)(void *)(host + at->first_item), (uint32_t *)(void *)(host + at->first_part),
-                     (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot)};
+                     (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot),
+                     (akv_paper_item *)(void *)(host + at->paper_items), paper_first_item};
     cut(b, &l, at);
+    for (size_t i = 0; i < (at->sum - at->max) / sizeof(float); i++)
+        ((float *)(void *)(host + at->max))[i] = -INFINITY;
     akv_tail *tails = (akv_tail *)(void *)(host + at->tails);
     for (uint32_t q = 0; q < b->num_sequences; q++) {
         const akv_cuda_sequence *s = &b->sequences[q];
@@ -398,8 +501,8 @@ akv_status akv_cuda_plan_bytes(const akv_cuda_batch *batch, size_t *own, size_t 
     AKV_TRY(check_batch(batch, diag));
     places at;
     AKV_TRY(measure(batch, &at, diag));
-    *own = at.max;
-    *scratch = at.total - at.max;
+    *own = at.acc;
+    *scratch = at.total - at.acc;
     return AKV_OK;
 }
 
@@ -423,7 +526,7 @@ akv_status akv_cuda_plan_create(const akv_cuda_batch *batch, void *workspace, si
     if (workspace_bytes < at.total)
         return akv_fail(diag, AKV_E_NO_SPACE, "the workspace has %zu bytes; this batch needs %zu (akv_cuda_workspace_bytes)",
                         workspace_bytes, at.total);
-    return create(batch, &at, workspace, (uint8_t *)workspace + at.max, stream, out, diag);
+    return create(batch, &at, workspace, (uint8_t *)workspace + at.acc, stream, out, diag);
 }
 
 akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void *own, size_t own_bytes, void *scratch, size_t scratch_bytes,
@@ -435,13 +538,16 @@ akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void *own, s
     if (out == NULL || !is_buffer(own) || !is_buffer(scratch))
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "own and scratch must be device memory aligned to %u bytes, out must not be NULL",
                         AKV_CUDA_ALIGN);
-    if (own_bytes < at.max || scratch_bytes < at.total - at.max)
+    if (own_bytes < at.acc || scratch_bytes < at.total - at.acc)
         return akv_fail(diag, AKV_E_NO_SPACE, "own has %zu bytes and scratch %zu; this batch needs %zu and %zu (akv_cuda_plan_bytes)",
-                        own_bytes, scratch_bytes, at.max, at.total - at.max);
+                        own_bytes, scratch_bytes, at.acc, at.total - at.acc);
     return create(batch, &at, own, scratch, stream, out, diag);
 }
 
-/* A plan whose lists, [0, places.max), lie in `ws` and whose intermediate results, the rest, in `scratch`. */
+/*
+ * A plan whose lists, and maxima and sums of the partial states (of which some stay empty for good), [0, places.acc), lie
+ * in `ws` and whose intermediate results, the rest, in `scratch`.
+ */
 static akv_status create(const akv_cuda_batch *batch, const places *where, uint8_t *ws, uint8_t *scratch, akv_cuda_stream stream,
                          akv_cuda_plan **out, akv_diag *diag)
 {
@@ -456,12 +562,14 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
     akv_cuda_plan *plan = calloc(1, sizeof *plan);
     if (plan == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a plan of %zu bytes", sizeof *plan);
-    akv_status status = send(batch, &at, ws, stream, diag);
+    akv_cuda_call *c = &plan->call;
+    uint32_t paper_first_item[AKV_CUDA_BLOCKS + 2]; /* first_item[0], then one a block */
+    akv_status status = send(batch, &at, ws, paper_first_item, stream, diag);
     if (status != AKV_OK) {
         free(plan);
         return status;
     }
-    akv_cuda_call *c = &plan->call;
+    memcpy(c->paper.first_item, paper_first_item, (at.num_paper_blocks + 1) * sizeof paper_first_item[0]);
     plan->ordinal = ordinal;
     c->H = batch->num_kv_heads;
     c->G = batch->gqa_group;
@@ -480,9 +588,9 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
     c->tails = (const akv_tail *)(const void *)(ws + at.tails);
     c->first_slot = (const uint32_t *)(const void *)(ws + at.first_slot);
     c->tail_lengths = batch->tail_lengths;
-    c->partials.max = (float *)(void *)(scratch + (at.max - at.max));
-    c->partials.sum = (float *)(void *)(scratch + (at.sum - at.max));
-    c->partials.acc = (float *)(void *)(scratch + (at.acc - at.max));
+    c->partials.max = (float *)(void *)(ws + at.max);
+    c->partials.sum = (float *)(void *)(ws + at.sum);
+    c->partials.acc = (float *)(void *)scratch;
     c->num_span_blocks = at.num_span_blocks;
     c->num_span_items = (uint32_t)at.num_span_items;
     c->num_pools = (uint32_t)at.num_pools;
@@ -497,13 +605,20 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
     c->prepared_bytes = at.prepared_bytes;
     c->first_item = (const uint32_t *)(const void *)(ws + at.first_item);
     c->first_part = (const uint32_t *)(const void *)(ws + at.first_part);
-    c->prepared = scratch + (at.prepared - at.max);
+    c->prepared = scratch + (at.prepared - at.acc);
     c->span_items = (const akv_span_item *)(const void *)(ws + at.span_items);
     c->pools = (const akv_pool *)(const void *)(ws + at.pools);
-    c->states.max = (float *)(void *)(scratch + (at.span_max - at.max));
-    c->states.sum = (float *)(void *)(scratch + (at.span_sum - at.max));
-    c->states.sums = (float *)(void *)(scratch + (at.span_sums - at.max));
-    c->states.hist = (float *)(void *)(scratch + (at.span_hist - at.max));
+    c->states.max = (float *)(void *)(scratch + (at.span_max - at.acc));
+    c->states.sum = (float *)(void *)(scratch + (at.span_sum - at.acc));
+    c->states.sums = (float *)(void *)(scratch + (at.span_sums - at.acc));
+    c->states.hist = (float *)(void *)(scratch + (at.span_hist - at.acc));
+    c->paper.num_blocks = at.num_paper_blocks;
+    c->paper.num_items = (uint32_t)at.num_paper_items;
+    c->paper.row_chunk = at.paper_row_chunk;
+    c->paper.fast_steps = at.paper_fast_steps;
+    c->paper.shared_bytes = (uint32_t)at.paper_shared;
+    c->paper.shared_anchors = at.paper_shared_anchors;
+    c->paper.items = (const akv_paper_item *)(const void *)(ws + at.paper_items);
     fill_values(&c->values);
     *out = plan;
     return AKV_OK;
@@ -529,6 +644,7 @@ akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step,
     AKV_CUDA_TRY(cudaPeekAtLastError(), "an earlier call on this device failed");
     akv_cuda_call call = plan->call;
     call.step = *step;
+    AKV_CUDA_TRY(akv_cuda_launch_paper(&call, stream), "launching the attention of profile paper");
     AKV_CUDA_TRY(akv_cuda_launch_queries(&call, stream), "launching the preparation of queries");
     AKV_CUDA_TRY(akv_cuda_launch_spans(&call, stream), "launching the attention of packed segments");
     AKV_CUDA_TRY(akv_cuda_launch_parts(&call, stream), "launching the attention of items");

@@ -216,7 +216,7 @@ __device__ __forceinline__ void span_block<D, NR, NF>::key_anchors(const akv_pac
     constexpr uint32_t window_tokens = AKV_PACK_WINDOW;
     const uint32_t num_windows = (count + window_tokens - 1) / window_tokens;
     const uint2 *fast_turns = this->fast_turns() + col * NF, *slow_turns = this->slow_turns() + col * (STEPS - NF);
-    const uint32_t *words = (const uint32_t *)(base + sp->words) + lane;
+    const uint16_t *words = (const uint16_t *)(base + sp->words) + lane;
     const uint8_t *anchors = base + p->anchors[0] + (size_t)head * p->num_anchors * D + col * (VEC * 4);
     const float *scales = (const float *)(base + p->anchor_scales[0]) + (size_t)head * p->num_anchors;
     const __half2 bias = __float2half2_rn(-ANCHOR_BIAS);
@@ -236,7 +236,7 @@ __device__ __forceinline__ void span_block<D, NR, NF>::key_anchors(const akv_pac
                     turn_rows[s][i] = __ldg((const uint2 *)(base + p->row_turns) + (s * 16 + row + 8 * i) * 4 + col);
         /* a lane's token of the pair: where its anchor is, what the anchor's product is multiplied by */
         uint32_t t1 = warp * window_tokens, word = __ldg(words + t1), place = (word & 4095u) * D;
-        float weight = scales[word & 4095u] * coefficients()[word >> 24 & 15u];
+        float weight = scales[word & 4095u] * coefficients()[word >> 12];
         uint32_t raw[2][2][STEPS];
         const float from_centre = ((float)row - (float)(window_tokens / 2)) * (1.0f / 1024.0f);
         const auto turned_step = [&](int t, int s) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ void span_block<D, NR, NF>::key_anchors(const akv_pac
                 gather<STEPS, VEC>(anchors + __shfl_sync(0xffffffffu, place, row + 24), raw[1][1]);
                 const uint32_t next_word = word, next_place = (next_word & 4095u) * D;
                 const float next_scale = __ldg(scales + (next_word & 4095u)),
-                            next_coefficient = coefficients()[next_word >> 24 & 15u];
+                            next_coefficient = coefficients()[next_word >> 12];
                 uint32_t t2 = t0 + 64; /* the pair after the next: past the window's end in the warp's next window */
                 if (in_window + 64 >= window_tokens)
                     t2 += (WARPS - 1) * window_tokens;

@@ -101,13 +101,17 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(const akv_p
         }
         __syncthreads();
     }
-    const uint32_t *words = (const uint32_t *)(base + sp->words);
+    const uint16_t *words = (const uint16_t *)(base + sp->words) + p->span_tokens;
+    const uint32_t each = p->span_tokens / 32; /* a power of two */
     const float unit = __uint_as_float((uint32_t)(exponent + 127) << 23);
 #pragma unroll 4
-    for (uint32_t t = threadIdx.x; t < count; t += THREADS) {
-        const uint32_t word = __ldg(words + t);
-        const float factor = coefficients()[word >> 28] * unit;
-        int *bin = hist() + (word >> 12 & 4095u);
+    for (uint32_t u = warp; u < each; u += WARPS) { /* akv_value_place */
+        const uint32_t t = lane * each + ((u + lane) & (each - 1));
+        if (t >= count)
+            continue;
+        const uint32_t word = __ldg(words + u * 32 + lane);
+        const float factor = coefficients()[word >> 12] * unit;
+        int *bin = hist() + (word & 4095u);
 #pragma unroll
         for (int i = 0; i < NT; i++) {
             const uint2 w = ((const uint2 *)weights())[t * NT + i];

@@ -3,6 +3,7 @@
 #include "cuda/host.h"
 #include "core/segment.h"
 #include "cuda/pack.h"
+#include "cuda/pack_paper.h"
 
 #include <stdlib.h>
 
@@ -29,16 +30,33 @@ static akv_status check(const akv_segment *segment, akv_diag *diag)
     return AKV_OK;
 }
 
-/* Whether this segment goes up in the private form, and that form's head. */
-static akv_status choose_form(const akv_segment *segment, akv_packed *packed, akv_diag *diag)
+/* In which private form this segment goes up, if any; that form's head. */
+typedef struct form {
+    akv_packed packed;
+    akv_paper paper;
+} form;
+
+static akv_status choose_form(const akv_segment *segment, form *out, akv_diag *diag)
 {
-    memset(packed, 0, sizeof *packed);
-    if (!akv_pack_covers(segment))
-        return AKV_OK;
-    AKV_TRY(akv_pack_plan(segment, packed, diag));
-    if (!akv_cuda_span_covers(packed->dim[0], 4, packed->fast_steps) && !akv_cuda_span_covers(packed->dim[0], 8, packed->fast_steps))
-        memset(packed, 0, sizeof *packed); /* no such kernel in this build */
+    memset(out, 0, sizeof *out);
+    if (akv_pack_covers(segment)) {
+        AKV_TRY(akv_pack_plan(segment, &out->packed, diag));
+        if (!akv_cuda_span_covers(out->packed.dim[0], 4, out->packed.fast_steps) &&
+            !akv_cuda_span_covers(out->packed.dim[0], 8, out->packed.fast_steps))
+            memset(out, 0, sizeof *out); /* no such kernel in this build */
+    } else if (akv_paper_covers(segment)) {
+        akv_paper_plan(segment, &out->paper);
+        if (!akv_cuda_paper_covers(out->paper.dim, 4, out->paper.fast_steps) &&
+            !akv_cuda_paper_covers(out->paper.dim, 8, out->paper.fast_steps))
+            memset(out, 0, sizeof *out);
+    }
     return AKV_OK;
+}
+
+/* Its bytes; 0 when the canonical bytes go up. */
+static uint64_t bytes_of(const form *f)
+{
+    return f->packed.total_bytes + f->paper.total_bytes;
 }
 
 akv_status akv_cuda_upload_bytes(const akv_segment *segment, size_t *bytes, akv_diag *diag)
@@ -46,9 +64,9 @@ akv_status akv_cuda_upload_bytes(const akv_segment *segment, size_t *bytes, akv_
     if (bytes == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "bytes must not be NULL");
     AKV_TRY(check(segment, diag));
-    akv_packed packed;
-    AKV_TRY(choose_form(segment, &packed, diag));
-    *bytes = (size_t)akv_round_up(packed.total_bytes > 0 ? packed.total_bytes : segment->blob_bytes, AKV_CUDA_ALIGN);
+    form f;
+    AKV_TRY(choose_form(segment, &f, diag));
+    *bytes = (size_t)akv_round_up(bytes_of(&f) > 0 ? bytes_of(&f) : segment->blob_bytes, AKV_CUDA_ALIGN);
     return AKV_OK;
 }
 
@@ -72,12 +90,19 @@ akv_status akv_cuda_upload(const akv_segment *segment, void *device, size_t byte
     const uint8_t *bytes_to_send = segment->blob;
     size_t count = segment->blob_bytes;
     uint8_t *packed = NULL;
-    akv_status status = choose_form(segment, &s->packed, diag);
-    if (status == AKV_OK && s->packed.total_bytes > 0) {
-        count = s->packed.total_bytes;
+    form f;
+    akv_status status = choose_form(segment, &f, diag);
+    s->packed = f.packed;
+    s->paper = f.paper;
+    if (status == AKV_OK && bytes_of(&f) > 0) {
+        count = bytes_of(&f);
         bytes_to_send = packed = akv_alloc(NULL, count);
-        status = packed == NULL ? akv_fail(diag, AKV_E_NO_MEMORY, "no memory for packing a segment into %zu bytes", count)
-                                : akv_pack_write(segment, &s->packed, packed, diag);
+        if (packed == NULL)
+            status = akv_fail(diag, AKV_E_NO_MEMORY, "no memory for packing a segment into %zu bytes", count);
+        else if (f.packed.total_bytes > 0)
+            status = akv_pack_write(segment, &f.packed, packed, diag);
+        else
+            akv_paper_write(segment, &f.paper, packed);
     }
     cudaError_t error = status == AKV_OK ? cudaGetDevice(&s->ordinal) : cudaSuccess;
     if (status == AKV_OK && error == cudaSuccess)

@@ -6,7 +6,9 @@
 #include "akv_test.h"
 #include "cases.h"
 #include "cuda/pack.h"
+#include "cuda/pack_paper.h"
 #include "core/ladder.h"
+#include "core/view.h"
 
 #define AT(type, offset) ((const type *)(const void *)(bytes + (offset)))
 
@@ -104,6 +106,16 @@ static void value_group(const uint8_t *bytes, const akv_packed *p, uint32_t head
     }
 }
 
+/* As a thread of the kernels counts: a lane has span / 32 tokens, begins one further on than the lane before, and wraps. */
+static uint32_t value_place(uint32_t token, uint32_t span_tokens)
+{
+    const uint32_t each = span_tokens / 32, lane = token / each;
+    for (uint32_t u = 0; u < each; u++)
+        if (lane * each + ((u + lane) & (each - 1)) == token)
+            return u * 32 + lane;
+    return UINT32_MAX;
+}
+
 static uint32_t check_side(const uint8_t *bytes, const akv_packed *p, const ref_view *view, int side, uint32_t head)
 {
     const uint32_t C = p->coords[side], L = p->num_levels;
@@ -136,16 +148,16 @@ static uint32_t check_side(const uint8_t *bytes, const akv_packed *p, const ref_
                     key_group(bytes, p, head, l, code, entries, begin, got);
             }
         }
-        const uint32_t *words = AT(uint32_t, span->words);
+        const uint16_t *words = AT(uint16_t, span->words) + side * p->span_tokens;
         for (uint32_t i = 0; i < p->span_tokens; i++) {
             const uint64_t token = begin + i;
-            const uint32_t word = words[i];
+            const uint16_t word = words[side ? value_place(i, p->span_tokens) : i];
             if (token >= p->num_tokens) {
                 CHECK(word == 0);
                 continue;
             }
-            CHECK((side ? word >> 12 & 4095u : word & 4095u) == ref_ladder_index(view, side, head, token));
-            CHECK(((int)(word << (side ? 0 : 4)) >> 28) == ref_ladder_coeff_code(view, side, head, token));
+            CHECK((word & 4095u) == ref_ladder_index(view, side, head, token));
+            CHECK(((int16_t)word >> 12) == ref_ladder_coeff_code(view, side, head, token));
         }
     }
     double worst = 0, size = 0;
@@ -232,6 +244,151 @@ static void packed_as_reference_reads(void)
     }
 }
 
+/* ------------------------------------------------------------------------------------------------------ profile paper */
+
+/* Element (row, column) of a tile of operands, lane by lane as the tensor core reads it. */
+static double operand(const uint8_t *bytes, uint64_t at, uint64_t tile, uint32_t row, uint32_t column)
+{
+    const uint32_t lane = row % 8 * 4 + column % 8 / 2, reg = column / 8 * 2 + row / 8;
+    return akv_f16_to_f32(AT(uint16_t, at)[tile * 256 + lane * 8 + reg * 2 + column % 2]);
+}
+
+static double word_value(uint32_t word)
+{
+    return akv_f16_to_f32((uint16_t)(word >> 16));
+}
+
+static void paper_side(const uint8_t *bytes, const akv_paper *p, const akv_segment *segment, uint32_t head, int side)
+{
+    const akv_side_view v = akv_view_side(segment, side, head);
+    const akv_paper_head *unit = AT(akv_paper_head, p->heads) + head;
+    const double size = side == AKV_SIDE_V ? (double)unit->gain_unit : 1;
+    for (uint32_t s = 0; s < p->num_spans; s++) {
+        const akv_paper_span *span = AT(akv_paper_span, p->spans) + (uint64_t)head * p->num_spans + s;
+        const uint32_t *words = AT(uint32_t, span->words) + side * p->span_tokens,
+                       *entries = AT(uint32_t, span->entries[side]), *codes = AT(uint32_t, span->codes[side]);
+        const uint64_t begin = (uint64_t)s * p->span_tokens;
+        uint32_t at = 0;
+        for (uint32_t i = 0; i < p->span_tokens; i++) {
+            const uint64_t token = begin + i;
+            const uint32_t word = words[side ? value_place(i, p->span_tokens) : i];
+            if (token >= p->num_tokens) {
+                CHECK(word == 0);
+                continue;
+            }
+            CHECK((word & 0xffffu) == akv_view_index(&v, token) && word >> 16 == v.coeff[token]);
+            if (!akv_view_owns(&v, token))
+                continue;
+            /* where the residual is in the canonical bytes */
+            const uint64_t block = token / AKV_BLOCK_TOKENS, rest = p->num_tokens - block * AKV_BLOCK_TOKENS;
+            uint16_t owner[AKV_BLOCK_TOKENS];
+            const uint32_t n = akv_view_owners(&v, block, rest < AKV_BLOCK_TOKENS ? (uint32_t)rest : AKV_BLOCK_TOKENS, owner);
+            uint32_t r = 0;
+            while (owner[r] != token % AKV_BLOCK_TOKENS)
+                r++;
+            const uint32_t first = r / 16 * 16, lanes = n - first < 16 ? n - first : 16;
+            const uint8_t *group = v.codes + (v.ranks[block] + first) * v.code_bytes;
+            CHECK((entries[at] & 0xffffu) == i);
+            CHECK(word_value(entries[at]) * size == (double)akv_f16_to_f32(v.gains[v.ranks[block] + r]));
+            int same = 1;
+            for (uint32_t c = 0; c < p->dim; c++) {
+                const uint32_t bit = (c * lanes + r - first) * 2, want = group[bit / 8] >> (bit % 8) & 3u;
+                const uint8_t *mine = (const uint8_t *)(codes + (uint64_t)(at / 16) * p->dim);
+                const uint32_t got = side == AKV_SIDE_K
+                                         ? plane_bit(mine, p->dim / 8, c / 16 * 32 + c % 16, at % 16) * 2 +
+                                               plane_bit(mine, p->dim / 8, c / 16 * 32 + 16 + c % 16, at % 16)
+                                         : value_bit(mine, p->dim / 8, c / 8 * 16 + c % 8, at % 16) * 2 +
+                                               value_bit(mine, p->dim / 8, c / 8 * 16 + 8 + c % 8, at % 16);
+                same &= got == want;
+            }
+            CHECK_MSG(same, "codes of token %llu", (unsigned long long)token);
+            at++;
+        }
+        CHECK(span->groups[side] == (at + 15) / 16);
+        for (; at < span->groups[side] * 16; at++)
+            CHECK(entries[at] == p->span_tokens);
+    }
+}
+
+static void paper_anchors(const uint8_t *bytes, const akv_paper *p, const akv_segment *segment, uint32_t head)
+{
+    const akv_side_view k = akv_view_side(segment, 0, head), v = akv_view_side(segment, 1, head);
+    const akv_paper_head *unit = AT(akv_paper_head, p->heads) + head;
+    for (uint32_t a = 0; a < p->num_anchors; a++)
+        for (uint32_t i = 0; i < p->dim; i++) {
+            const uint32_t step = i / 16, c = i % 8 / 2, dim = AT(uint16_t, p->slots)[i];
+            const uint64_t row = ((uint64_t)head * p->num_anchors + a) * p->dim;
+            const double key = akv_f16_to_f32(AT(uint16_t, p->keys)[row + step / 2 * 32 + c * 8 + step % 2 * 4 +
+                                                                    i % 16 / 8 * 2 + i % 2]);
+            CHECK_NEAR(key * (double)unit->key_unit, (double)akv_bf16_to_f32(k.anchors[a * p->dim + dim]),
+                       0x1p-25 * (double)unit->key_unit, "key anchor %u dim %u", a, dim);
+            const uint64_t tile = ((uint64_t)head * p->padded_anchors / 16 + a / 16) * (p->dim / 16) + i / 16;
+            CHECK_NEAR(operand(bytes, p->values, tile, i % 16, a % 16) * (double)unit->value_unit,
+                       (double)akv_bf16_to_f32(v.anchors[a * p->dim + i]), 0x1p-25 * (double)unit->value_unit,
+                       "value anchor %u dim %u", a, i); /* exact but for the smallest, which fp16 rounds */
+        }
+    double most = 0;
+    for (uint64_t t = 0; t < p->num_tokens; t++)
+        most = fmax(most, fabs((double)akv_f16_to_f32(v.coeff[t])));
+    CHECK(ldexp(1, unit->coeff_log) >= most);
+}
+
+/* Both transforms against the reference's. */
+static void paper_transforms(const uint8_t *bytes, const akv_paper *p, uint64_t seed)
+{
+    double x[256], want[256];
+    float sign[256];
+    const uint32_t tiles = p->dim / 16;
+    for (int side = 0; side < 2; side++) {
+        for (uint32_t i = 0; i < p->dim; i++)
+            x[i] = sin(0.7 * i + side);
+        akv_signs(seed, side, p->dim, sign);
+        for (uint32_t i = 0; i < p->dim; i++)
+            want[i] = x[i] * (double)sign[i];
+        ref_hadamard(want, p->dim);
+        for (uint32_t c = 0; c < p->dim; c++) {
+            double got = 0;
+            for (uint32_t i = 0; i < p->dim; i++) {
+                const uint32_t row = side ? i : c, column = side ? c : i;
+                got += x[i] * operand(bytes, p->transform[side], (uint64_t)(row / 16) * tiles + column / 16, row % 16, column % 16);
+            }
+            CHECK_NEAR(got * (double)AT(float, p->norms)[c], want[c], 1e-6, "transform %d coordinate %u", side, c);
+        }
+    }
+}
+
+static void paper_as_reference_reads(void)
+{
+    static const uint32_t dims[] = {64, 96, 128, 192, 256};
+    static const uint64_t lengths[] = {1, 17, 1024, 1025, 2500, 33000};
+    for (uint64_t i = 0; i < 12; i++) {
+        spec sp = {.name = "paper", .S = lengths[i % 6], .H = 1 + (uint32_t)(i % 2), .G = 4, .dk = dims[i % 5], .dv = dims[i % 5],
+                   .W = 1, .rotary = i % 4 == 3 ? dims[i % 5] / 2 : dims[i % 5], .style = (akv_rope_style)(i % 2),
+                   .magnitude = i % 3 ? 1 : 1.2};
+        const uint32_t anchors = sp.S < 300 ? (uint32_t)sp.S : i % 2 ? 300 : 40;
+        akv_segment *segment = random_segment(&sp, anchors, i % 3 == 0 ? 0.9 : 0.3, 0, i);
+        akv_paper plan;
+        CHECK(akv_paper_covers(segment) && !akv_pack_covers(segment));
+        akv_paper_plan(segment, &plan);
+        uint8_t *bytes = must(aligned_alloc(256, plan.total_bytes + 256));
+        memset(bytes, 0xa5, plan.total_bytes + 256);
+        akv_paper_write(segment, &plan, bytes);
+        int intact = 1;
+        for (uint32_t j = 0; j < 256; j++)
+            intact &= bytes[plan.total_bytes + j] == 0xa5;
+        CHECK_MSG(intact, "packing wrote beyond its end");
+        const akv_paper *p = AT(akv_paper, 0);
+        for (uint32_t head = 0; head < sp.H; head++) {
+            for (int side = 0; side < 2; side++)
+                paper_side(bytes, p, segment, head, side);
+            paper_anchors(bytes, p, segment, head);
+        }
+        paper_transforms(bytes, p, akv_header_of(segment)->seed);
+        free(bytes);
+        akv_segment_release(segment);
+    }
+}
+
 static void what_has_no_private_form(void)
 {
     spec sp = {.name = "none", .S = 100, .H = 1, .G = 1, .dk = 64, .dv = 64, .W = 1, .rotary = 64, .gaps = 1};
@@ -241,6 +398,16 @@ static void what_has_no_private_form(void)
     sp.dk = sp.dv = sp.rotary = 80;
     akv_segment *eighty = random_ladder_segment(&sp, 10, 0.5, 1);
     CHECK(!akv_pack_covers(gaps) && !akv_pack_covers(plain) && !akv_pack_covers(eighty));
+    akv_segment *eighty_plain = random_segment(&sp, 10, 0.5, 0, 1);
+    CHECK(akv_paper_covers(plain) && !akv_paper_covers(eighty_plain) && !akv_paper_covers(eighty));
+    akv_segment_release(eighty_plain);
+    sp.dk = sp.dv = sp.rotary = 64;
+    akv_segment *after = random_segment(&sp, 10, 0.5, AKV_FLAG_ANCHORS_POST_ROPE, 1);
+    sp.gaps = 1;
+    akv_segment *gaps_plain = random_segment(&sp, 10, 0.5, 0, 1);
+    CHECK(!akv_paper_covers(after) && !akv_paper_covers(gaps_plain));
+    akv_segment_release(after);
+    akv_segment_release(gaps_plain);
     akv_segment_release(gaps);
     akv_segment_release(plain);
     akv_segment_release(eighty);
@@ -250,6 +417,7 @@ int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
     TEST(packed_as_reference_reads);
+    TEST(paper_as_reference_reads);
     TEST(what_has_no_private_form);
     return TEST_DONE();
 }
