@@ -51,15 +51,21 @@ AKV_API akv_status akv_cuda_upload_bytes(const akv_segment *segment, size_t *byt
  *   stream         in   the copy is enqueued here; it has read all of its host memory when the call returns
  *   out            out  handle; release with akv_cuda_segment_release, then free the device memory
  *
- * Segments of profile default with consecutive positions are laid out anew for the tensor cores (a private form, never
- * written to disk); all others are copied as they are. The host segment is not needed afterwards.
+ * Segments with consecutive positions and at most 4096 anchors, head dims of 64, 96, 128, 192 or 256, are laid out anew
+ * for the tensor cores (a private form, never written to disk) where the build has a kernel for them: profile default
+ * always, profile paper at head_dim 64, at 96 and 128 if half of the planes turn slowly (a rotary base of 300000 or more).
+ * All others are copied as they are and take a plain fp32 kernel, which is much slower. The host segment is not needed
+ * afterwards.
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_UNSUPPORTED, AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.
  */
 AKV_API akv_status akv_cuda_upload(const akv_segment *segment, void *device, size_t bytes, akv_cuda_stream stream,
                                    akv_cuda_segment **out, akv_diag *diag);
 AKV_API void akv_cuda_segment_release(akv_cuda_segment *segment); /* frees the host handle; NULL is fine */
 
-/* One sequence of a batch: segments whose tokens all precede every query, then a dense tail. */
+/*
+ * One sequence of a batch: segments whose tokens all precede every query, then a dense tail. Every segment stands at the
+ * positions it was made for: what akv_attend_params.segment_shifts says on the CPU cannot be said here.
+ */
 typedef struct akv_cuda_sequence {
     const akv_cuda_segment *const *segments; /* host array */
     uint32_t num_segments;                   /* 0 is fine */

@@ -126,7 +126,7 @@ void akv_paper_plan(const akv_segment *segment, akv_paper *p)
     p->total_bytes = akv_round_up(at, ALIGN);
 }
 
-/* ------------------------------------------------------------------------------------------------------------- writing */
+/* ----------------------------------------------------------------------------------------------------- writing */
 
 /* Element (row, column) of a matrix of operands with `columns` tiles a row of tiles. */
 static uint64_t operand_at(uint32_t columns, uint32_t row, uint32_t column)
@@ -176,7 +176,7 @@ static void write_turns(const akv_paper *p, const akv_plane *planes, uint8_t *ou
         }
 }
 
-/* Signs of the orthonormal Walsh-Hadamard transform over greedy power-of-two blocks, and the factor of each coordinate. */
+/* Signs of the orthonormal Walsh-Hadamard transform over greedy power-of-two blocks, and each coordinate's factor. */
 static void write_transforms(const akv_segment *segment, const akv_paper *p, uint8_t *out)
 {
     const uint32_t tiles = p->dim / 16;
@@ -190,8 +190,10 @@ static void write_transforms(const akv_segment *segment, const akv_paper *p, uin
             ((float *)(void *)(out + p->norms))[base + c] = (float)(1 / sqrt((double)n));
             for (uint32_t i = 0; i < n; i++) {
                 const double x = __builtin_popcount(c & i) % 2 ? -1 : 1;
-                akv_put_half(out + p->transform[0], operand_at(tiles, base + c, base + i), x * (double)sign[0][base + i]);
-                akv_put_half(out + p->transform[1], operand_at(tiles, base + i, base + c), x * (double)sign[1][base + i]);
+                akv_put_half(out + p->transform[0], operand_at(tiles, base + c, base + i),
+                             x * (double)sign[0][base + i]);
+                akv_put_half(out + p->transform[1], operand_at(tiles, base + i, base + c),
+                             x * (double)sign[1][base + i]);
             }
         }
     }

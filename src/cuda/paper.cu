@@ -31,7 +31,8 @@ extern "C" size_t akv_cuda_paper_shared(uint32_t dim, uint32_t row_chunk, uint32
     return find(dim, row_chunk, fast_steps)->shared(anchors, span, shared_anchors != 0);
 }
 
-extern "C" cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps, size_t shared_bytes)
+extern "C" cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps,
+                                              size_t shared_bytes)
 {
     return cudaFuncSetAttribute(find(dim, row_chunk, fast_steps)->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                 (int)shared_bytes);

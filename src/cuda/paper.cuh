@@ -2,12 +2,13 @@
 /*
  * paper.cuh - attention over spans of a PLAIN segment (profile paper) in its private form, on the tensor cores.
  *
- * One block a processor works off a list of items; an item is (run of spans, KV head), for a chunk of at most NR query
- * rows. The head's key anchors lie in shared memory where they fit. Per span, with a barrier behind each line:
+ * One block a processor works off a list of items; an item is (run of spans, KV head), for a chunk of at most NR
+ * query rows. The head's key anchors lie in shared memory where they fit. Per span, with a barrier behind each line:
  *   1. key anchors: gathered, 16 at a time, turned in registers
  *   2. weights of the whole span at once
  *   3. histogram of value anchors in whole numbers, residuals of values; residuals of the next span's keys
- * Queries are prepared, and anchors and transform of values applied, by every item for itself: one kernel, then the merge.
+ * Queries are prepared, and anchors and transform of values applied, by every item for itself: one kernel, then the
+ * merge.
  *
  * Operands are fp16, sums fp32; key residuals are exact integers.
  */

@@ -78,10 +78,10 @@ template <int N> static __device__ __forceinline__ uint2 paper_turn(const uint2 
 }
 
 /*
- * A warp takes windows of 64 tokens, in them groups of 16, in these tiles of 8 tokens: the columns of the products. Rows
- * 0 .. 3 are the heads for even tokens, 4 .. 7 the same for odd ones. Fast steps: anchors are turned by their place in the
- * group, queries by the group's place in the span. Slow steps: queries as they are in the window's centre, and in rows
- * 8 .. 15 their derivative, once a window.
+ * A warp takes windows of 64 tokens, in them groups of 16, in these tiles of 8 tokens: the columns of the products.
+ * Rows 0 .. 3 are the heads for even tokens, 4 .. 7 the same for odd ones. Fast steps: anchors are turned by their
+ * place in the group, queries by the group's place in the span. Slow steps: queries as they are in the window's
+ * centre, and in rows 8 .. 15 their derivative, once a window.
  */
 template <int D, int NR, int NF>
 template <bool SHARED>
@@ -166,11 +166,15 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::key_anchors(const akv_pa
                         const uint8_t *even = from + (odd ? 64 : 0), *uneven = from - (odd ? 64 : 0);
 #pragma unroll
                         for (int i = 0; i < CHUNKS; i++) {
-                            const uint4 *chunk = (const uint4 *)((!swaps(i) ? from : i % 2 == 0 ? even : uneven) + i * 64);
+                            const uint4 *chunk = (const uint4 *)((!swaps(i)    ? from
+                                                                  : i % 2 == 0 ? even
+                                                                               : uneven) +
+                                                                 i * 64);
                             raw[tile][i] = SHARED ? *chunk : __ldg(chunk);
                         }
                     }
-                    float acc[2][NT][4] = {}, slopes[2][NT][4] = {}; /* of fast steps; of slow ones and their derivative */
+                    float acc[2][NT][4] = {},
+                          slopes[2][NT][4] = {}; /* of fast steps; of slow ones and their derivative */
 #pragma unroll
                     for (int s = 0; s < STEPS; s++) {
                         uint32_t fast[NT][2] = {};
@@ -185,8 +189,9 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::key_anchors(const akv_pa
                             const uint4 r = raw[tile][s / 2];
                             uint32_t x = s % 2 == 0 ? r.x : r.z, y = s % 2 == 0 ? r.y : r.w;
                             if (s < NF) {
-                                const uint2 turn = TURNS_IN_REGISTERS ? turn_rows[s % (TURNS_IN_REGISTERS ? NF : 1)][tile]
-                                                                      : row_turns()[((row + 8 * tile) * 4 + col) * NF + s];
+                                const uint2 turn = TURNS_IN_REGISTERS
+                                                       ? turn_rows[s % (TURNS_IN_REGISTERS ? NF : 1)][tile]
+                                                       : row_turns()[((row + 8 * tile) * 4 + col) * NF + s];
                                 turn_on(as_half2(x), as_half2(y), turn, &x, &y);
                             }
 #pragma unroll
@@ -208,7 +213,8 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::key_anchors(const akv_pa
                         for (int t = 0; t < NT; t++) {
                             float *out = logits() + token * NR + 4 * t + row % 4;
                             const float *f = acc[tile][t], *g = slopes[tile][t];
-                            const float value = (lower ? f[1] : f[0]) + (lower ? g[1] : g[0]), slope = lower ? g[3] : g[2];
+                            const float value = (lower ? f[1] : f[0]) + (lower ? g[1] : g[0]),
+                                        slope = lower ? g[3] : g[2];
                             const float l = (value + distance * slope) * (weight * norm[t]) + *out;
                             *out = l;
                             most[t] = fmaxf(most[t], l);

@@ -6,8 +6,8 @@
 #include "cuda/paper_block.cuh"
 
 /*
- * Copies of an item in two portions, of which the first is there when this returns: tables, then the anchors. Its queries
- * meanwhile.
+ * Copies of an item in two portions, of which the first is there when this returns: tables, then the anchors. Its
+ * queries meanwhile.
  */
 template <int D, int NR, int NF>
 __device__ __forceinline__ void paper_block<D, NR, NF>::set_up(const akv_paper_item &item, bool shared_anchors)
@@ -33,8 +33,8 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::set_up(const akv_paper_i
     fetch(p->span_turns + (uint64_t)item.first_span * (p->span_tokens / AKV_PAPER_HALF) * D * 4, D * 4);
     fetch(p->transform[1], D * D * 2);
     { /* the head's value anchors are near when the item is closed: each of its items asks for a share */
-        const uint64_t bytes = (uint64_t)p->padded_anchors * D * 2, each = (bytes / 128 + item.shares - 1) / item.shares * 128,
-                       from = each * item.share;
+        const uint64_t bytes = (uint64_t)p->padded_anchors * D * 2,
+                       each = (bytes / 128 + item.shares - 1) / item.shares * 128, from = each * item.share;
         if (from < bytes)
             fetch(p->values + head * bytes + from, bytes - from < each ? bytes - from : each);
     }
@@ -111,7 +111,7 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::prepare_queries(const fl
     __syncthreads();
     for (int e = threadIdx.x; e < NR * D; e += THREADS)
         queries()[e] = q[e / D * D + slots()[e % D]] * slot_scales()[e % D];
-    /* in the transform's coordinates: columns 0 .. 3 are fp16 queries, columns 4 .. 7 what fp16 left of them */
+        /* in the transform's coordinates: columns 0 .. 3 are fp16 queries, columns 4 .. 7 what fp16 left of them */
 #pragma unroll 1
     for (int m = warp; m < STEPS; m += WARPS) {
         float acc[NT][4] = {};
@@ -157,14 +157,14 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::prepare_queries(const fl
         total = akv_warp_sum(total) * small()->norm[r];
         if (lane == 0) {
             small()->row_max[r] = most > 0.0f && most < INFINITY ? -32512.0f / most : 0.0f;
-            small()->level[r] = make_float4(most / 32512.0f * small()->norm[r], total * LOWEST,
-                                            total * (LOWEST + LOWER_BIT), 0.0f);
+            small()->level[r] =
+                make_float4(most / 32512.0f * small()->norm[r], total * LOWEST, total * (LOWEST + LOWER_BIT), 0.0f);
         }
     }
     __syncthreads();
     /*
-     * A lane's operand words: coordinates 4c .. 4c + 3 of a tile times what the upper, then the lower bit adds; columns 2g
-     * and 2g + 1 are the upper and lower byte of head g. Bits come out as 0 or -1 (one in four as 1 - bit:
+     * A lane's operand words: coordinates 4c .. 4c + 3 of a tile times what the upper, then the lower bit adds;
+     * columns 2g and 2g + 1 are the upper and lower byte of head g. Bits come out as 0 or -1 (one in four as 1 - bit:
      * span_keys.cuh), so their weights are negative.
      */
     for (int e = warp; e < STEPS * NT; e += WARPS) {

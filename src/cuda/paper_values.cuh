@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * paper_values.cuh - phases of the kernel for profile paper behind the logits: weights and the histogram of value anchors,
- * residuals of values, and what an item leaves.
+ * paper_values.cuh - phases of the kernel for profile paper behind the logits: weights and the histogram of value
+ * anchors, residuals of values, and what an item leaves.
  */
 #ifndef AKV_CUDA_PAPER_VALUES_CUH
 #define AKV_CUDA_PAPER_VALUES_CUH
@@ -39,8 +39,8 @@ template <int NR> static __device__ __forceinline__ float paper_row_sums(float x
 
 /* Logits to weights, relative to the first span's largest logit until one runs away. */
 template <int D, int NR, int NF>
-__device__ __forceinline__ void paper_block<D, NR, NF>::soften(const akv_paper_span *sp, uint32_t count,
-                                                               uint32_t n, held tokens[MOST_TOKENS])
+__device__ __forceinline__ void paper_block<D, NR, NF>::soften(const akv_paper_span *sp, uint32_t count, uint32_t n,
+                                                               held tokens[MOST_TOKENS])
 {
     float origin[NR], span_sum[NR] = {};
     const uint32_t *words = (const uint32_t *)(base + sp->words) + p->span_tokens;
@@ -59,7 +59,9 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::soften(const akv_paper_s
     for (int r = 0; r < NR; r++) { /* a cap keeps the order, so the largest logit is capped here too */
         const float raw = unordered(small()->maxima[n & 1][r]), old = small()->ref[n & 1][r],
                     most = cap > 0.0f && raw > -INFINITY ? akv_cap(raw, cap) : raw,
-                    ref = n > 0 && most <= old + RUN_AWAY ? old : most == -INFINITY ? 0.0f : most;
+                    ref = n > 0 && most <= old + RUN_AWAY ? old
+                          : most == -INFINITY             ? 0.0f
+                                                          : most;
         origin[r] = (float)WEIGHT_SCALE_LOG2 - ref * LOG2E;
         if ((int)threadIdx.x == r) {
             small()->top[(n + 1) & 1][r] = fmaxf(small()->top[n & 1][r], most);
@@ -156,7 +158,8 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
 }
 
 /* Two tiles of bits: span_values.cuh says how. */
-static __device__ __forceinline__ void paper_two_tiles(float acc0[4], float acc1[4], uint32_t w, uint32_t b0, uint32_t b1)
+static __device__ __forceinline__ void paper_two_tiles(float acc0[4], float acc1[4], uint32_t w, uint32_t b0,
+                                                       uint32_t b1)
 {
     mma_f16(acc0, w & 0x00010001u, w & 0x00020002u, w & 0x00040004u, w & 0x00080008u, b0, b1);
     mma_f16(acc1, w & 0x00100010u, w & 0x00200020u, w & 0x00400040u, w & 0x00800080u, b0, b1);
@@ -198,7 +201,8 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_residuals(const ak
         const uint32_t b0 = transpose8(as_u32(__hmul2(as_half2(w0), as_half2(prmt(f0, 0, 0x3232u)))));
         uint32_t b1 = transpose8(as_u32(__hmul2(as_half2(w1), as_half2(prmt(f1, 0, 0x3232u)))));
         mma_f16(total, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, b0, b1);
-        b1 = as_u32(__hmul2(as_half2(b1), __float2half2_rn(0.25f))); /* the second eight tokens' bits stand two higher */
+        b1 =
+            as_u32(__hmul2(as_half2(b1), __float2half2_rn(0.25f))); /* the second eight tokens' bits stand two higher */
         paper_two_tiles(acc[0], acc[1], prmt(word0, 0, 0x4140u), b0, b1);
         paper_two_tiles(acc[2], acc[3], prmt(word0, 0, 0x4342u), b0, b1);
         if (both) {
@@ -216,18 +220,22 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_residuals(const ak
             const float scale = i % 2 == 0 ? 1.0f : 0.0625f;
             float2 *to = mine + i * 8 * NR / 2;
             float2 x = *to;
-            x.x += acc[i][0] * (UPPER_BIT * UNIT * scale) + acc[i][2] * (LOWER_BIT * UNIT / 2 * scale) + total[0] * LOWEST;
-            x.y += acc[i][1] * (UPPER_BIT * UNIT * scale) + acc[i][3] * (LOWER_BIT * UNIT / 2 * scale) + total[1] * LOWEST;
+            x.x +=
+                acc[i][0] * (UPPER_BIT * UNIT * scale) + acc[i][2] * (LOWER_BIT * UNIT / 2 * scale) + total[0] * LOWEST;
+            x.y +=
+                acc[i][1] * (UPPER_BIT * UNIT * scale) + acc[i][3] * (LOWER_BIT * UNIT / 2 * scale) + total[1] * LOWEST;
             *to = x;
         }
     }
 }
 
 /*
- * What the item leaves in its slot: histogram times value anchors and coded sums times the transform, on the tensor cores,
- * relative to the largest logit. Both are first divided by the sum of weights, which brings them into the range of fp16.
+ * What the item leaves in its slot: histogram times value anchors and coded sums times the transform, on the tensor
+ * cores, relative to the largest logit. Both are first divided by the sum of weights, which brings them into the
+ * range of fp16.
  */
-template <int D, int NR, int NF> __device__ __forceinline__ void paper_block<D, NR, NF>::close(uint32_t slot, uint32_t n)
+template <int D, int NR, int NF>
+__device__ __forceinline__ void paper_block<D, NR, NF>::close(uint32_t slot, uint32_t n)
 {
     const uint32_t k = p->padded_anchors;
     /*
