@@ -29,6 +29,8 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::key_residuals(const akv_
         return;
     const uint32_t beyond = p->span_tokens;
     const uint32_t b0 = small()->bits[0], b1 = small()->bits[1], b2 = small()->bits[2], b3 = small()->bits[3];
+    const uint32_t *code = (const uint32_t *)(base + sp->codes[0]) + first * (WORDS * 32) + lane;
+    const uint32_t *entries = (const uint32_t *)(base + sp->entries[0]) + first * 16 + row;
     const uint2 *operands = tiles() + lane;
     float *out = logits() + col;
     float4 level[NT];
@@ -42,7 +44,15 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::key_residuals(const akv_
 #pragma unroll
         for (int i = 0; i < WORDS; i++)
             now[i] = next.words[i];
-        ask_keys(sp, g + step, &next); /* before working on this one */
+        code += step * (WORDS * 32);
+        entries += step * 16;
+        if (g + step < groups) { /* before working on this one */
+#pragma unroll
+            for (int i = 0; i < WORDS; i++)
+                next.words[i] = __ldg(code + i * 32);
+            next.entries[0] = __ldg(entries);
+            next.entries[1] = __ldg(entries + 8);
+        }
         int acc[NT][4] = {};
 #pragma unroll
         for (int i = 0; i < 2 * WORDS; i++) {

@@ -8,6 +8,8 @@
 
 #include "cuda/paper_block.cuh"
 
+#define UNIT_ROOM 3
+
 /* Least n with x <= 2^n, for x > 0. */
 static __device__ __forceinline__ int paper_log2_above(float x)
 {
@@ -126,8 +128,9 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
     }
     /* sums stay below 2^30 */
     const int room = 29 - numbers()->coeff_log - paper_log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
-    const int change = n == 0 || room >= exponent ? 0 : room - exponent;
-    exponent = n == 0 ? room : exponent + change;
+    /* with some room, or the sum that grows would mean another unit every few spans */
+    const int change = n == 0 || room >= exponent ? 0 : room - UNIT_ROOM - exponent;
+    exponent = n == 0 ? room - UNIT_ROOM : exponent + change;
     if (rescale || change != 0) { /* the same in every thread, and rare */
 #pragma unroll
         for (int r = 0; r < NR; r++) {
@@ -189,12 +192,21 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_residuals(const ak
     if (first >= shares || first >= groups)
         return;
     const bool both = 2 * pass + 1 < WORDS;
+    const uint32_t *code = (const uint32_t *)(base + sp->codes[1]) + (first * WORDS + 2 * pass) * 32 + lane;
+    const uint32_t *entries = (const uint32_t *)(base + sp->entries[1]) + first * 16 + row;
     const uint8_t *my_weights = (const uint8_t *)weights() + (NR == 4 ? col & 1 : col) * 4;
     float acc[8][4] = {}, total[4] = {};
 #pragma unroll 1
     for (uint32_t g = first; g < groups; g += shares) {
         const uint32_t word0 = next.words[0], word1 = next.words[1], f0 = next.entries[0], f1 = next.entries[1];
-        ask_values(sp, g + shares, &next);
+        code += shares * (WORDS * 32);
+        entries += shares * 16;
+        if (g + shares < groups) {
+            next.words[0] = __ldg(code);
+            next.words[1] = both ? __ldg(code + 32) : 0;
+            next.entries[0] = __ldg(entries);
+            next.entries[1] = __ldg(entries + 8);
+        }
         /* weights x scales: two heads of a lane's token, then turned into the operand, two tokens of a lane's head */
         const uint32_t w0 = *(const uint32_t *)(my_weights + (f0 & 0xffffu) * (NR * 2)),
                        w1 = *(const uint32_t *)(my_weights + (f1 & 0xffffu) * (NR * 2));

@@ -143,6 +143,51 @@ static uint32_t spans_of(const akv_cuda_segment *segment, bool paper, uint32_t *
     return paper ? segment->paper.num_spans : segment->packed.num_spans;
 }
 
+/*
+ * What an item costs besides its spans, in tokens: tables, queries, anchors, and what it leaves. A block whose share crosses
+ * from one head to the next pays it twice, and the slowest block is what a step takes.
+ */
+#define ITEM_TOKENS 1024u
+#define MOST_SPANS_WEIGHED 16384u
+
+/* The next spans of a head for one block, from `span` of `num_spans`; says whether the block's share is full then. */
+static uint32_t take_spans(shares *share, uint32_t span, uint32_t num_spans, uint32_t tokens, bool *full)
+{
+    uint32_t n = 0;
+    while (span + n < num_spans && (share->block == share->blocks || n == 0 ||
+                                    (2 * share->done + tokens) * share->blocks <= 2 * share->tokens * share->block)) {
+        share->done += tokens;
+        n++;
+    }
+    *full = share->block < share->blocks &&
+            (2 * share->done + tokens) * share->blocks > 2 * share->tokens * share->block;
+    return n;
+}
+
+/* Cost of the slowest of `blocks` blocks. */
+static uint64_t slowest(const akv_cuda_batch *b, bool paper, uint64_t all_tokens, uint32_t blocks)
+{
+    shares share = {all_tokens, 0, blocks, 1};
+    uint64_t cost = 0, most = 0;
+    for (uint32_t q = 0; q < b->num_sequences; q++)
+        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++) {
+            uint32_t tokens = 0;
+            const uint32_t num_spans = spans_of(b->sequences[q].segments[s], paper, &tokens);
+            for (uint32_t head = 0; head < b->num_kv_heads; head++)
+                for (uint32_t span = 0, n; span < num_spans; span += n) {
+                    bool full = false;
+                    n = take_spans(&share, span, num_spans, tokens, &full);
+                    cost += ITEM_TOKENS + (uint64_t)n * tokens;
+                    most = cost > most ? cost : most;
+                    if (full) {
+                        share.block++;
+                        cost = 0;
+                    }
+                }
+        }
+    return most;
+}
+
 static void count_shares(const akv_cuda_batch *b, bool paper, uint32_t row_chunk, shares *out)
 {
     uint64_t spans = 0;
@@ -157,6 +202,17 @@ static void count_shares(const akv_cuda_batch *b, bool paper, uint32_t row_chunk
     const uint64_t chunks = row_chunk == 0 ? 1 : akv_div_up((uint64_t)b->gqa_group * b->num_queries, row_chunk);
     const uint64_t blocks = akv_div_up(SPAN_BLOCKS, chunks);
     out->blocks = (uint32_t)(spans < blocks ? spans : blocks);
+    if (spans > MOST_SPANS_WEIGHED)
+        return; /* a share has many heads then: one more or less does not matter */
+    /* a few blocks less may mean that no share crosses a head's end */
+    uint64_t best = out->blocks > 1 ? slowest(b, paper, out->tokens, out->blocks) : 0;
+    for (uint32_t n = out->blocks, least = n - n / 4; n-- > least && n > 0;) {
+        const uint64_t cost = slowest(b, paper, out->tokens, n);
+        if (cost < best) {
+            best = cost;
+            out->blocks = n;
+        }
+    }
 }
 
 static void next_block(shares *at, uint32_t *first_item, uint64_t item)
@@ -164,20 +220,6 @@ static void next_block(shares *at, uint32_t *first_item, uint64_t item)
     if (first_item != NULL)
         first_item[at->block] = (uint32_t)item;
     at->block++;
-}
-
-/* The next spans of a head for one block, from `span` of `num_spans`; says whether the block's share is full then. */
-static uint32_t take_spans(shares *share, uint32_t span, uint32_t num_spans, uint32_t tokens, bool *full)
-{
-    uint32_t n = 0;
-    while (span + n < num_spans && (share->block == share->blocks || n == 0 ||
-                                    (2 * share->done + tokens) * share->blocks <= 2 * share->tokens * share->block)) {
-        share->done += tokens;
-        n++;
-    }
-    *full = share->block < share->blocks &&
-            (2 * share->done + tokens) * share->blocks > 2 * share->tokens * share->block;
-    return n;
 }
 
 static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l, shares *share, places *at)

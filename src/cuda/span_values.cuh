@@ -8,6 +8,8 @@
 
 #include "cuda/span_block.cuh"
 
+#define UNIT_ROOM 3
+
 /* Least n with x <= 2^n, for x > 0. */
 static __device__ __forceinline__ int log2_above(float x)
 {
@@ -82,8 +84,9 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(const akv_p
     }
     /* coefficients are at most 2: sums stay below 2^30 */
     const int room = 28 - log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
-    const int change = first || room >= exponent ? 0 : room - exponent;
-    exponent = first ? room : exponent + change;
+    /* with some room, or the sum that grows would mean another unit every few spans */
+    const int change = first || room >= exponent ? 0 : room - UNIT_ROOM - exponent;
+    exponent = first ? room - UNIT_ROOM : exponent + change;
     bool rescale = change != 0;
 #pragma unroll
     for (int r = 0; r < NR; r++)
