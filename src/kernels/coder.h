@@ -8,6 +8,7 @@
 #define AKV_CODER_H
 
 #include "core/base.h"
+#include "kernels/cpu.h"
 
 /* A level's coordinates as the coder keeps them: those of 4, of 2 and of 1 bits, each kind padded to whole lanes by zeros. */
 #define AKV_CODER_LANES 16u

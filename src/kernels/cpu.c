@@ -21,6 +21,26 @@ static int has_f16c(void)
 }
 #endif
 
+#if defined(__aarch64__) && defined(__ARM_NEON)
+#ifdef __linux__
+#include <sys/auxv.h>
+
+static int has_dot_products(void)
+{
+    return (getauxval(AT_HWCAP) & 1ul << 20) != 0; /* HWCAP_ASIMDDP */
+}
+#else
+static int has_dot_products(void) /* asked of the compiler where there is nobody else to ask */
+{
+#ifdef __ARM_FEATURE_DOTPROD
+    return 1;
+#else
+    return 0;
+#endif
+}
+#endif
+#endif
+
 akv_cpu_level akv_cpu_machine(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -33,6 +53,8 @@ akv_cpu_level akv_cpu_machine(void)
     if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vbmi2") || !__builtin_cpu_supports("avx512vnni"))
         return AKV_CPU_AVX512;
     return AKV_CPU_AVX512_VNNI;
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+    return has_dot_products() ? AKV_CPU_NEON_DOT : AKV_CPU_NEON;
 #else
     return AKV_CPU_GENERIC;
 #endif
@@ -40,7 +62,11 @@ akv_cpu_level akv_cpu_machine(void)
 
 static int capped(void)
 {
-    static const char *const names[AKV_CPU_LEVELS] = {"generic", "avx2", "avx512", "avx512vnni"};
+#ifdef __aarch64__
+    static const char *const names[] = {"generic", "neon", "neondot"};
+#else
+    static const char *const names[] = {"generic", "avx2", "avx512", "avx512vnni"};
+#endif
     const int machine = (int)akv_cpu_machine();
     const char *wish = getenv("AKV_CPU");
     for (int level = 0; wish != NULL && level < machine; level++)

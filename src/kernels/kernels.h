@@ -15,6 +15,7 @@
 
 #include "core/base.h"
 #include "core/layout.h"
+#include "kernels/cpu.h"
 
 #define AKV_KERNEL_MAX_DIM 1024
 

@@ -10,6 +10,8 @@
 
 #if defined(__AVX512F__) || defined(__F16C__)
 #  include <immintrin.h> /* included by files that have asked for the instruction set before */
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#  include <arm_neon.h>
 #endif
 
 #ifdef __GNUC__
@@ -55,6 +57,13 @@ INLINE f32x16 load_f16(const uint16_t *p)
     f32x16 v;
     memcpy(&v, &low, sizeof low);
     memcpy((char *)&v + sizeof low, &high, sizeof high);
+    return v;
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+    f32x16 v;
+    for (int i = 0; i < 4; i++) {
+        const float32x4_t four = vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + 4 * i)));
+        memcpy((char *)&v + sizeof four * (size_t)i, &four, sizeof four);
+    }
     return v;
 #else
     u16x16 h;

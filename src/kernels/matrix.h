@@ -10,6 +10,7 @@
 #define AKV_MATRIX_H
 
 #include "core/base.h"
+#include "kernels/cpu.h"
 
 typedef struct akv_matrix_kernels {
     const char *isa;

@@ -17,6 +17,7 @@
 
 #include "core/base.h"
 #include "core/ladder.h"
+#include "kernels/cpu.h"
 
 #define AKV_QUAD_ROWS 4u
 #define AKV_QUAD_TILE 64u       /* tokens whose positions count from one base */
