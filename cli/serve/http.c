@@ -14,6 +14,9 @@
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 
+/* libmicrohttpd stops to accept at its limit: ours is lower, so that a new connection can push an old one out. */
+enum { LEAVING_CONNECTIONS = 32 };
+
 /* Seconds in which a client must say something while it sends its request. */
 enum { IDLE_SECONDS = 30 };
 /* Connections beyond those that can be answered or wait: what asks for documents, metrics, or sits idle. */
@@ -25,6 +28,7 @@ struct serve_http {
     serve_server *server;
     struct MHD_Daemon *daemon;
     int socket;
+    serve_connections connections;
 };
 
 /* ---------------------------------------------------------------------------------------------------------- answers */
@@ -233,9 +237,29 @@ void serve_drop_body(serve_exchange *x)
     cli_buffer_free(&x->body);
 }
 
+static serve_connection *connection_of(struct MHD_Connection *connection)
+{
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    return info != NULL ? info->socket_context : NULL;
+}
+
+static void on_connection(void *opaque, struct MHD_Connection *connection, void **context,
+                          enum MHD_ConnectionNotificationCode code)
+{
+    serve_http *http = opaque;
+    if (code == MHD_CONNECTION_NOTIFY_STARTED) {
+        const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+        *context = info != NULL ? serve_connections_add(&http->connections, info->connect_fd) : NULL;
+    } else {
+        serve_connections_remove(&http->connections, *context);
+        *context = NULL;
+    }
+}
+
 static enum MHD_Result on_body(serve_exchange *x, const char *data, size_t *bytes)
 {
     const uint64_t most = x->server->options->max_body;
+    serve_connections_alive(&x->http->connections, connection_of(x->connection), false);
     x->body_bytes += *bytes;
     x->counted += *bytes;
     const uint64_t all = atomic_fetch_add(&x->server->body_bytes, *bytes) + *bytes;
@@ -256,12 +280,14 @@ static enum MHD_Result on_request(void *opaque, struct MHD_Connection *connectio
                                   const char *version, const char *data, size_t *bytes, void **state)
 {
     serve_exchange *x = *state;
+    serve_http *http = opaque;
     (void)version;
     if (x == NULL) {
         *state = x = calloc(1, sizeof *x);
         if (x == NULL)
             return MHD_NO;
-        x->server = opaque;
+        x->http = http;
+        x->server = http->server;
         atomic_fetch_add(&x->server->exchanges, 1);
         x->connection = connection;
         x->path = path;
@@ -277,6 +303,7 @@ static enum MHD_Result on_request(void *opaque, struct MHD_Connection *connectio
         return serve_send_error(x, &x->early);
     /* from here on the server takes its time; a client that does not read its answer must still not stay for ever */
     MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)x->server->options->timeout + 60u);
+    serve_connections_alive(&x->http->connections, connection_of(connection), true);
     return serve_route(x);
 }
 
@@ -289,6 +316,7 @@ static void on_completed(void *opaque, struct MHD_Connection *connection, void *
         return;
     if (code == MHD_REQUEST_TERMINATED_COMPLETED_OK)
         MHD_set_connection_option(connection, MHD_CONNECTION_OPTION_TIMEOUT, (unsigned)IDLE_SECONDS);
+    serve_connections_alive(&x->http->connections, connection_of(connection), false);
     if (x->job != NULL) {
         if (code != MHD_REQUEST_TERMINATED_COMPLETED_OK)
             atomic_store(&x->job->cancelled, true);
@@ -363,6 +391,8 @@ int serve_http_start(serve_server *server, serve_http **out, uint16_t *port)
         return cli_fail(CLI_NO_MEMORY, "no memory for the server");
     *out = http;
     http->server = server;
+    const unsigned most = (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS);
+    serve_connections_init(&http->connections, most);
     http->socket = listen_at(o, port, &loopback);
     if (http->socket < 0)
         return CLI_IO;
@@ -373,10 +403,11 @@ int serve_http_start(serve_server *server, serve_http **out, uint16_t *port)
     http->daemon = MHD_start_daemon(
         MHD_USE_INTERNAL_POLLING_THREAD | MHD_USE_THREAD_PER_CONNECTION | MHD_USE_POLL | MHD_USE_ITC |
             MHD_USE_ERROR_LOG,
-        0, NULL, NULL, on_request, server, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET,
-        http->socket, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL,
-        MHD_OPTION_CONNECTION_LIMIT, (unsigned)(o->slots + o->queue + SPARE_CONNECTIONS), MHD_OPTION_CONNECTION_TIMEOUT,
-        (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20, MHD_OPTION_END);
+        0, NULL, NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, quiet, NULL, MHD_OPTION_LISTEN_SOCKET,
+        http->socket, MHD_OPTION_NOTIFY_COMPLETED, on_completed, NULL, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
+        MHD_OPTION_UNESCAPE_CALLBACK, unescape, NULL, MHD_OPTION_CONNECTION_LIMIT, most + LEAVING_CONNECTIONS,
+        MHD_OPTION_CONNECTION_TIMEOUT, (unsigned)IDLE_SECONDS, MHD_OPTION_THREAD_STACK_SIZE, (size_t)1 << 20,
+        MHD_OPTION_END);
     return http->daemon != NULL ? CLI_OK : cli_fail(CLI_IO, "cannot start the HTTP server: %s", strerror(errno));
 }
 
@@ -398,5 +429,6 @@ void serve_http_stop(serve_http *http)
         MHD_stop_daemon(http->daemon);
     else if (http->socket >= 0)
         close(http->socket);
+    serve_connections_destroy(&http->connections);
     free(http);
 }

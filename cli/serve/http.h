@@ -7,9 +7,27 @@
 
 #include <microhttpd.h>
 
+/* connections.c */
+typedef struct serve_connection serve_connection;
+typedef struct serve_connections {
+    pthread_mutex_t lock;
+    serve_connection *first, *last; /* who has waited longest first */
+    unsigned count, most;
+} serve_connections;
+
+void serve_connections_init(serve_connections *connections, unsigned most);
+void serve_connections_destroy(serve_connections *connections);
+/* NULL: no memory. With more than `most` the one that has waited longest is shut down. */
+serve_connection *serve_connections_add(serve_connections *connections, int fd);
+/* It said something. From a whole request to the end of its answer it is not shut down. NULL is fine, here and below. */
+void serve_connections_alive(serve_connections *connections, serve_connection *one, bool answering);
+/* Before its descriptor is closed. */
+void serve_connections_remove(serve_connections *connections, serve_connection *one);
+
 /* From the first byte of a request to the last of its answer. */
 typedef struct serve_exchange {
     serve_server *server;
+    serve_http *http;
     struct MHD_Connection *connection;
     const char *method, *path; /* valid in serve_route */
     char owner[SERVE_OWNER_BYTES];

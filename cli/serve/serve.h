@@ -3,7 +3,8 @@
  * serve.h - what the files of `akv serve` share.
  *
  *   options.c    the command: options, start, waiting for the end
- *   http.c       connections (libmicrohttpd): who may ask, bodies, answers, streams
+ *   http.c       HTTP (libmicrohttpd): who may ask, bodies, answers, streams
+ *   connections.c  connections that wait, and which of them must go
  *   routes.c     which request goes where
  *   request.c    JSON -> a job or a document, with everything checked
  *   reply.c      a job -> JSON or server-sent events

@@ -375,6 +375,27 @@ def test_deleted_in_use(h, s, d, ask):
     connection.close()
 
 
+def silent_clients(h, s):
+    """More clients that begin a request and say no more than there may be connections: others still get through, at once."""
+    silent = []
+    for i in range(150):  # 2 slots, 1 that waits, 64 spare, 32 that are leaving
+        c = socket.create_connection(("127.0.0.1", s.port), timeout=PATIENCE)
+        c.sendall((b"", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9\r\n\r\n{")[i % 3])
+        silent.append(c)
+    for _ in range(3):
+        begun = time.monotonic()
+        h.check(s.ask("GET", "/health")[0] == 200, "no answer beside silent clients")
+        h.check(time.monotonic() - begun < 15, f"beside silent clients an answer took {time.monotonic() - begun:.1f} s")
+    silent[0].settimeout(20)
+    try:
+        ended = silent[0].recv(1) == b""
+    except ConnectionResetError:
+        ended = True
+    h.check(ended, "the client that waited longest was not closed")
+    for c in silent:
+        c.close()
+
+
 def test_limits(h, s):
     """2 slots, 1 may wait: the fourth is told to come back. Clients that go away leave their slots."""
     endless = {"prompt": "1 2 3 4 5", "temperature": 0, "max_tokens": 3000, "logprobs": 0}
@@ -384,6 +405,9 @@ def test_limits(h, s):
         answer.readline()
         open_ones.append((connection, answer))
     h.check(s.metric("slots_busy") == 2, "two streams, other slots")
+    silent_clients(h, s)
+    for _, answer in open_ones:
+        h.check(answer.readline() != b"", "a stream was closed for clients that say nothing")
     waiting = socket.create_connection(("127.0.0.1", s.port))
     body = json.dumps(endless).encode()
     waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -30,12 +30,15 @@ struct MHD_Connection {
     size_t num_headers;
     unsigned status; /* of the answer; 0 = none yet */
     struct MHD_Response *response;
+    void *context;
 };
 
 static struct {
     MHD_AccessHandlerCallback handler;
     MHD_RequestCompletedCallback completed;
-    void *opaque;
+    void *opaque, *completed_opaque;
+    MHD_NotifyConnectionCallback connected;
+    void *connected_opaque;
     int fd; /* a connection that is open and has nothing to say */
 } http;
 static long responses;
@@ -54,11 +57,14 @@ struct MHD_Daemon *MHD_start_daemon(unsigned flags, uint16_t port, MHD_AcceptPol
         switch (option) {
         case MHD_OPTION_NOTIFY_COMPLETED:
             http.completed = va_arg(args, MHD_RequestCompletedCallback);
-            (void)va_arg(args, void *);
+            http.completed_opaque = va_arg(args, void *);
+            break;
+        case MHD_OPTION_NOTIFY_CONNECTION:
+            http.connected = va_arg(args, MHD_NotifyConnectionCallback);
+            http.connected_opaque = va_arg(args, void *);
             break;
         case MHD_OPTION_EXTERNAL_LOGGER:
         case MHD_OPTION_UNESCAPE_CALLBACK:
-        case MHD_OPTION_NOTIFY_CONNECTION:
             (void)va_arg(args, void *); /* a function and what it is called with: pointers both */
             (void)va_arg(args, void *);
             break;
@@ -96,11 +102,14 @@ const char *MHD_lookup_connection_value(struct MHD_Connection *c, enum MHD_Value
 const union MHD_ConnectionInfo *MHD_get_connection_info(struct MHD_Connection *c, enum MHD_ConnectionInfoType type, ...)
 {
     static union MHD_ConnectionInfo info;
-    (void)c;
     info = (union MHD_ConnectionInfo){0};
     if (type == MHD_CONNECTION_INFO_CONNECTION_FD)
         info.connect_fd = http.fd;
-    return type == MHD_CONNECTION_INFO_CONNECTION_FD ? &info : NULL;
+    else if (type == MHD_CONNECTION_INFO_SOCKET_CONTEXT)
+        info.socket_context = c->context;
+    else
+        return NULL;
+    return &info;
 }
 
 enum MHD_Result MHD_set_connection_option(struct MHD_Connection *c, enum MHD_CONNECTION_OPTION option, ...)
@@ -187,6 +196,8 @@ static void run(struct MHD_Connection *c, const char *method, const char *path, 
 {
     void *state = NULL;
     size_t none = 0;
+    http.connected(http.connected_opaque, c, &c->context, MHD_CONNECTION_NOTIFY_STARTED);
+    HOLDS(c->context != NULL, "no memory");
     enum MHD_Result ok = http.handler(http.opaque, c, path, method, "HTTP/1.1", NULL, &none, &state);
     for (size_t at = 0; ok == MHD_YES && c->status == 0 && at < bytes;) {
         size_t n = bytes - at < piece ? bytes - at : piece;
@@ -201,8 +212,9 @@ static void run(struct MHD_Connection *c, const char *method, const char *path, 
     HOLDS(ok != MHD_YES || c->status != 0, "no answer");
     if (c->status != 0)
         check_answer(c, leaves);
-    http.completed(NULL, c, &state,
+    http.completed(http.completed_opaque, c, &state,
                    leaves || ok != MHD_YES ? MHD_REQUEST_TERMINATED_CLIENT_ABORT : MHD_REQUEST_TERMINATED_COMPLETED_OK);
+    http.connected(http.connected_opaque, c, &c->context, MHD_CONNECTION_NOTIFY_CLOSED);
     HOLDS(state == NULL, "a request that was not forgotten");
     if (c->response != NULL) {
         responses--;
