@@ -101,7 +101,7 @@ static int measure(eval_run *run, eval_way *way, const forcing *f, double dense_
 {
     akv_llama *host = run->session.host;
     const size_t length = (size_t)run->options->ctx;
-    eval_piece piece;
+    eval_piece piece = {0};
     akv_diag diag = {AKV_OK, ""};
     akv_status status = AKV_OK;
     if (way->kind == EVAL_CACHE)

@@ -25,7 +25,7 @@ static const char *type_of(unsigned status)
     }
 }
 
-bool serve_fail(serve_error *error, unsigned status, const char *code, const char *param, const char *format, ...)
+bool (serve_fail)(serve_error *error, unsigned status, const char *code, const char *param, const char *format, ...)
 {
     va_list args;
     memset(error, 0, sizeof *error);
@@ -38,7 +38,7 @@ bool serve_fail(serve_error *error, unsigned status, const char *code, const cha
     return false;
 }
 
-bool serve_fail_diag(serve_error *error, akv_status status, const akv_diag *diag)
+bool (serve_fail_diag)(serve_error *error, akv_status status, const akv_diag *diag)
 {
     const char *message = diag->status == status && diag->message[0] != '\0' ? diag->message : akv_status_str(status);
     switch (status) {

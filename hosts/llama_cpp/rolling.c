@@ -103,7 +103,9 @@ static double layer_share(const akv_llama *host, uint32_t i)
 {
     double sum = 0.0;
     uint32_t n = 0;
-    for (uint32_t j = 0; host->shares && j < host->num_layers; j++)
+    if (host->shares == NULL)
+        return 1.0;
+    for (uint32_t j = 0; j < host->num_layers; j++)
         if (akvl_is_hosted(host, j)) {
             sum += host->shares[j];
             n++;
