@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * akv_cuda.h - decode attention on compressed segments on an NVIDIA GPU. Library libanchorkv_cuda.
+ * akv_cuda.h - compression, and decode attention on compressed segments, on an NVIDIA GPU. Library libanchorkv_cuda.
  *
+ *   akv_cuda_compress(&layer, NULL, &config, workspace, ws_bytes, stream, &segment, &diag); // a layer, after the prefill
  *   akv_cuda_upload_bytes(segment, &bytes, &diag);                       // once per segment
  *   akv_cuda_upload(segment, device_memory, bytes, stream, &on_device, &diag);
  *   akv_cuda_workspace_bytes(&batch, &ws_bytes, &diag);                  // once per set of segments
@@ -162,6 +163,53 @@ AKV_API akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void
  */
 AKV_API akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step, akv_cuda_stream stream,
                                    akv_diag *diag);
+
+/* ------------------------------------------------------------------------------------------------- compress a layer */
+
+/*
+ * A cache in pages: token t lies at table[t / page_tokens] * stride_page + (t % page_tokens) * stride_token of its
+ * tensor, instead of at t * stride_token.
+ */
+typedef struct akv_cuda_pages {
+    size_t struct_size;
+    const int32_t *table;   /* device, [ceil(S / page_tokens)] */
+    uint32_t page_tokens;   /* >= 1 */
+    int64_t stride_page[2]; /* elements from one page to the next; keys, values */
+} akv_cuda_pages;
+
+AKV_API void akv_cuda_pages_init(akv_cuda_pages *pages);
+
+/* Device bytes of the workspace for such a layer; tensors are not read. Errors as akv_cuda_compress. */
+AKV_API akv_status akv_cuda_compress_workspace_bytes(const akv_layer *layer, const akv_config *config, size_t *bytes,
+                                                     akv_diag *diag);
+
+/*
+ * akv_cuda_compress() - akv_compress for a layer whose keys and values lie on the current device.
+ *
+ *   layer      in   as akv_compress takes it, but the data of keys, values, queries and sampled are device memory (any
+ *                   dtype, any strides); positions, sampled_positions and rope.inv_freq are host memory
+ *   pages      in   how keys and values are paged, or NULL
+ *   workspace  in   device memory, AKV_CUDA_ALIGN aligned, >= akv_cuda_compress_workspace_bytes
+ *   stream     in   all work is enqueued here
+ *   out        out  a segment in host memory, as akv_compress makes it
+ *
+ * Synchronises the stream twice: this is not for the decode path. No dense copy goes to the host: spectra come down
+ * (129 doubles a head and side), tables go up, the finished sections come down; with an allocator of pinned memory in
+ * config they do so at the bus's speed. The executor is not used.
+ *
+ * The same plan as akv_compress: kind, anchors, levels, sections, total bytes. The method is the same, the arithmetic
+ * is not (tf32 and fp16 products, sums in another order), so that nearly equal choices fall otherwise: other drawn
+ * anchors, other codes, a few more or fewer residuals in the same bytes. docs/numerics.md says which. Same
+ * input, seed and device type, same bytes.
+ *
+ * Covered: profile default, head_dim up to 128 on both sides, compute capability 9.0 and newer; a layer that would
+ * stay dense is refused (akv_plan says so beforehand).
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (host memory among them), AKV_E_UNSUPPORTED, AKV_E_INFEASIBLE,
+ * AKV_E_NON_FINITE, AKV_E_NO_SPACE, AKV_E_NO_MEMORY, AKV_E_DEVICE.   Method: docs/method.md.
+ */
+AKV_API akv_status akv_cuda_compress(const akv_layer *layer, const akv_cuda_pages *pages, const akv_config *config,
+                                     void *workspace, size_t workspace_bytes, akv_cuda_stream stream, akv_segment **out,
+                                     akv_diag *diag);
 
 #ifdef __cplusplus
 }

@@ -45,15 +45,10 @@ static void sort_gains(akv_gain *g, uint32_t n)
         }
 }
 
-/*
- * Table entries of all levels for weights w[coords]: the best marginal gains per bit until a level is full, so that
- * levels are nested. `total` = the weight of all coordinates, also of those that can never get bits.
- */
-static void water_fill(akv_job *job, int side, uint32_t head, const double *w, uint32_t coords, double total)
+void akv_water_fill(const uint16_t *level_bits, uint32_t levels, const double *w, uint32_t coords, double total,
+                    uint8_t *entries, uint32_t *bits_of, double *distortion)
 {
     static const uint32_t step_bits[3] = {1, 1, 2};
-    akv_ladder *ladder = job->ladder;
-    const uint32_t levels = job->header->num_levels;
     akv_gain gains[3 * AKV_MAX_HEAD_DIM];
     uint8_t entry[AKV_MAX_HEAD_DIM] = {0};
     uint32_t n = 0, at = 0, bits = 0;
@@ -64,17 +59,15 @@ static void water_fill(akv_job *job, int side, uint32_t head, const double *w, u
             gains[n++] = g;
         }
     sort_gains(gains, n);
-    double *distortion = ladder->distortion[side] + (size_t)head * (levels + 1);
     distortion[0] = 1.0;
     for (uint32_t l = 0; l < levels; l++) {
-        while (at < n && gains[at].per_bit > 0.0 &&
-               bits + step_bits[gains[at].step] <= ladder->options->level_bits[l]) {
+        while (at < n && gains[at].per_bit > 0.0 && bits + step_bits[gains[at].step] <= level_bits[l]) {
             entry[gains[at].coord] = (uint8_t)(gains[at].step + 1);
             bits += step_bits[gains[at].step];
             at++;
         }
-        memcpy(ladder->entries[side] + ((size_t)head * levels + l) * coords, entry, coords);
-        ladder->level_bits[side][head * levels + l] = bits;
+        memcpy(entries + (size_t)l * coords, entry, coords);
+        bits_of[l] = bits;
         double left = total;
         for (uint32_t c = 0; c < coords; c++)
             left -= w[c] * (1.0 - akv_entry_distortion[entry[c]]);
@@ -82,16 +75,12 @@ static void water_fill(akv_job *job, int side, uint32_t head, const double *w, u
     }
 }
 
-static void store_tables(akv_job *job, int side, uint32_t head, uint32_t coords)
+void akv_pack_tables(const uint8_t *entries, uint32_t levels, uint32_t coords, uint8_t *tables)
 {
-    const uint32_t levels = job->header->num_levels;
     const uint64_t row_bytes = akv_div_up(coords, 4);
-    uint8_t *tables = (uint8_t *)akv_job_section(job, AKV_SEC_TABLES + side) + (uint64_t)head * levels * row_bytes;
-    for (uint32_t l = 0; l < levels; l++) {
-        const uint8_t *entry = job->ladder->entries[side] + ((size_t)head * levels + l) * coords;
+    for (uint32_t l = 0; l < levels; l++)
         for (uint32_t c = 0; c < coords; c++)
-            tables[l * row_bytes + c / 4] |= (uint8_t)(entry[c] << (c % 4 * 2));
-    }
+            tables[l * row_bytes + c / 4] |= (uint8_t)(entries[(size_t)l * coords + c] << (c % 4 * 2));
 }
 
 /* Task = head * 2 + side. */
@@ -187,8 +176,13 @@ static void basis_task(void *opaque, size_t task)
         if (akv_bf16_to_f32(sigmas[c]) == 0.0f)
             weight[c] = 0.0;
     }
-    water_fill(job, side, head, weight, coords, total);
-    store_tables(job, side, head, coords);
+    uint8_t *entries = ladder->entries[side] + (size_t)head * h->num_levels * coords;
+    akv_water_fill(ladder->options->level_bits, h->num_levels, weight, coords, total, entries,
+                   ladder->level_bits[side] + (size_t)head * h->num_levels,
+                   ladder->distortion[side] + (size_t)head * (h->num_levels + 1));
+    akv_pack_tables(entries, h->num_levels, coords,
+                    (uint8_t *)akv_job_section(job, AKV_SEC_TABLES + side) +
+                        (uint64_t)head * h->num_levels * akv_div_up(coords, 4));
     akv_return_slot(job->slots, slot);
 }
 

@@ -118,6 +118,24 @@ typedef struct akv_job {
     akv_codec_scratch *scratch;
 } akv_job;
 
+/* compress.c: what is known before any key or value is looked at. */
+typedef struct akv_compress_planned {
+    akv_shape shape;
+    akv_experiment defaults;          /* experiment points here or to the caller's */
+    const akv_experiment *experiment;
+    akv_plan_info info;               /* info.kind dense: the rest is not filled */
+    akv_header header;                /* laid out, the seed in it; counts of residuals as planned */
+    uint16_t coords[AKV_SIDES][AKV_MAX_HEAD_DIM]; /* LADDER: coordinates under the basis, then the others */
+} akv_compress_planned;
+/* Checks the layer (not its numbers; tensors are not read) and the config, and plans. */
+akv_status akv_compress_plan(const akv_layer *layer, const akv_config *config, akv_compress_planned *out,
+                             akv_diag *diag);
+/* A new segment with the header and what only copies the layer's description; NULL when there is no memory. */
+akv_segment *akv_compress_begin(const akv_layer *layer, const akv_config *config, const akv_header *header,
+                                akv_diag *diag);
+void akv_compress_head(const akv_layer *layer, const akv_header *header, uint8_t *blob);
+uint64_t akv_layer_seed(const akv_layer *layer, const akv_config *config);
+
 /* compress.c: scratch of a job in one allocation (arena), mask [H, S] inside it; and the finiteness of all inputs. */
 akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config *config,
                          const akv_experiment *experiment, akv_header *header, struct akv_ladder *ladder,

@@ -3,6 +3,11 @@
 #include "codec/ladder.h"
 #include "core/slots.h"
 
+uint64_t akv_layer_seed(const akv_layer *layer, const akv_config *config)
+{
+    return akv_mix64(config->seed ^ akv_mix64((uint64_t)(int64_t)layer->layer_index));
+}
+
 /* Carve all scratch of a job (or count it when the arena has no base). */
 static void carve(akv_job *job, akv_arena *arena, uint8_t **mask)
 {
@@ -73,7 +78,7 @@ akv_status akv_job_begin(akv_job *job, const akv_layer *layer, const akv_config 
     job->dv = s->head_dim_v;
     job->range_tokens = akv_round_up(akv_div_up(job->S, AKV_MOST_RANGES), AKV_RANGE_TOKENS);
     job->num_ranges = akv_div_up(job->S, job->range_tokens);
-    job->seed = akv_mix64(config->seed ^ akv_mix64((uint64_t)(int64_t)layer->layer_index));
+    job->seed = akv_layer_seed(layer, config);
     memset(arena, 0, sizeof *arena);
     carve(job, arena, mask);
     if (arena->overflow)
@@ -107,74 +112,105 @@ akv_status akv_check_input(const akv_layer *layer, const akv_config *config, akv
                             s->head_dim_k, config, diag);
 }
 
-akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)
+akv_status akv_compress_plan(const akv_layer *layer, const akv_config *config, akv_compress_planned *out,
+                             akv_diag *diag)
 {
-    if (out == NULL)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
     AKV_TRY(akv_check_config(config, diag));
     if (layer == NULL || layer->struct_size < sizeof *layer)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "layer must come from akv_layer_init");
     AKV_TRY(akv_check_layer(layer, layer->shape.num_tokens > layer->shape.num_queries, diag));
 
-    akv_shape shape = layer->shape;
-    shape.has_positions = !akv_positions_consecutive(layer);
-    shape.dtype = akv_layer_dtype(layer);
-    akv_experiment defaults;
-    const akv_experiment *experiment = akv_experiment_of(config, &defaults);
-    akv_header header, planned;
-    akv_plan_info info;
-    akv_ladder ladder;
-    akv_header_from_layer(&header, layer);
+    memset(out, 0, sizeof *out);
+    akv_shape *shape = &out->shape;
+    *shape = layer->shape;
+    shape->has_positions = !akv_positions_consecutive(layer);
+    shape->dtype = akv_layer_dtype(layer);
+    const akv_experiment *experiment = akv_experiment_of(config, &out->defaults);
+    out->experiment = experiment;
+    akv_header *header = &out->header, planned;
+    akv_header_from_layer(header, layer);
     memset(&planned, 0, sizeof planned);
-    memset(&ladder, 0, sizeof ladder);
-    ladder.options = experiment;
     uint32_t slow_dims =
-        akv_slow_coords(&layer->rope, shape.head_dim_k, (int64_t)header.last_position - header.first_position + 1,
-                        experiment->slow_angle, ladder.coords[AKV_SIDE_K]);
-    for (uint32_t i = 0; i < shape.head_dim_v; i++)
-        ladder.coords[AKV_SIDE_V][i] = (uint16_t)i;
-    AKV_TRY(akv_plan_header(&shape, config, slow_dims, &planned, &info, diag));
-    if (info.kind == AKV_SEGMENT_DENSE)
-        return akv_make_dense(layer, config, info.dense_reason, NULL, 0, info.budget_bytes, out, diag);
+        akv_slow_coords(&layer->rope, shape->head_dim_k, (int64_t)header->last_position - header->first_position + 1,
+                        experiment->slow_angle, out->coords[AKV_SIDE_K]);
+    for (uint32_t i = 0; i < shape->head_dim_v; i++)
+        out->coords[AKV_SIDE_V][i] = (uint16_t)i;
+    AKV_TRY(akv_plan_header(shape, config, slow_dims, &planned, &out->info, diag));
+    if (out->info.kind == AKV_SEGMENT_DENSE)
+        return AKV_OK;
+
+    header->kind = planned.kind;
+    header->profile = (uint32_t)config->profile;
+    header->budget_bytes = planned.budget_bytes;
+    header->num_anchors = planned.num_anchors;
+    header->total_bytes = planned.total_bytes;
+    header->coding = planned.coding;
+    header->code_bytes = planned.code_bytes;
+    header->num_levels = planned.num_levels;
+    header->index_bits = planned.index_bits;
+    memcpy(header->basis_dim, planned.basis_dim, sizeof header->basis_dim);
+    memcpy(header->basis_cols, planned.basis_cols, sizeof header->basis_cols);
+    memcpy(header->num_residuals, planned.num_residuals, sizeof header->num_residuals);
+    memcpy(header->sections, planned.sections, sizeof header->sections);
+    header->flags = (experiment->anchor_space == AKV_ANCHOR_POST_ROPE ? AKV_FLAG_ANCHORS_POST_ROPE : 0u) |
+                    (experiment->code_rule == AKV_CODE_PLAIN_UNIFORM ? AKV_FLAG_PLAIN_CODES : 0u);
+    header->seed = akv_layer_seed(layer, config);
+    return AKV_OK;
+}
+
+akv_segment *akv_compress_begin(const akv_layer *layer, const akv_config *config, const akv_header *header,
+                                akv_diag *diag)
+{
+    akv_segment *segment = akv_segment_new(config->allocator, header->total_bytes);
+    if (segment == NULL) {
+        akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
+                 (unsigned long long)header->total_bytes);
+        return NULL;
+    }
+    akv_compress_head(layer, header, (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES);
+    return segment;
+}
+
+void akv_compress_head(const akv_layer *layer, const akv_header *header, uint8_t *blob)
+{
+    memcpy(blob, header, sizeof *header); /* views of the segment being written need it; counts follow at the end */
+    if (header->rotary_dim != 0)
+        memcpy(blob + header->sections[AKV_SEC_INV_FREQ].offset, layer->rope.inv_freq,
+               header->rotary_dim / 2 * sizeof(double));
+    if (header->sections[AKV_SEC_POSITIONS].bytes != 0)
+        memcpy(blob + header->sections[AKV_SEC_POSITIONS].offset, layer->positions,
+               header->num_tokens * sizeof(int32_t));
+}
+
+akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_segment **out, akv_diag *diag)
+{
+    if (out == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "out must not be NULL");
+    akv_compress_planned planned;
+    AKV_TRY(akv_compress_plan(layer, config, &planned, diag));
+    if (planned.info.kind == AKV_SEGMENT_DENSE)
+        return akv_make_dense(layer, config, planned.info.dense_reason, NULL, 0, planned.info.budget_bytes, out, diag);
     AKV_TRY(akv_check_input(layer, config, diag));
+    akv_header *header = &planned.header;
+    akv_ladder ladder;
+    memset(&ladder, 0, sizeof ladder);
+    ladder.options = planned.experiment;
+    memcpy(ladder.coords, planned.coords, sizeof ladder.coords);
 
-    header.kind = planned.kind;
-    header.profile = (uint32_t)config->profile;
-    header.budget_bytes = planned.budget_bytes;
-    header.num_anchors = planned.num_anchors;
-    header.total_bytes = planned.total_bytes;
-    header.coding = planned.coding;
-    header.code_bytes = planned.code_bytes;
-    header.num_levels = planned.num_levels;
-    header.index_bits = planned.index_bits;
-    memcpy(header.basis_dim, planned.basis_dim, sizeof header.basis_dim);
-    memcpy(header.basis_cols, planned.basis_cols, sizeof header.basis_cols);
-    memcpy(header.num_residuals, planned.num_residuals, sizeof header.num_residuals);
-    memcpy(header.sections, planned.sections, sizeof header.sections);
-    header.flags = (experiment->anchor_space == AKV_ANCHOR_POST_ROPE ? AKV_FLAG_ANCHORS_POST_ROPE : 0u) |
-                   (experiment->code_rule == AKV_CODE_PLAIN_UNIFORM ? AKV_FLAG_PLAIN_CODES : 0u);
-
-    akv_segment *segment = akv_segment_new(config->allocator, header.total_bytes);
+    akv_segment *segment = akv_compress_begin(layer, config, header, diag);
     if (segment == NULL)
-        return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a segment of %llu bytes",
-                        (unsigned long long)header.total_bytes);
-    const bool is_ladder = header.coding == AKV_CODING_LADDER;
+        return AKV_E_NO_MEMORY;
+    const bool is_ladder = header->coding == AKV_CODING_LADDER;
     akv_job job;
     akv_arena arena;
     uint8_t *mask = NULL;
-    akv_status status =
-        akv_job_begin(&job, layer, config, experiment, &header, is_ladder ? &ladder : NULL, &mask, &arena, diag);
+    akv_status status = akv_job_begin(&job, layer, config, planned.experiment, header, is_ladder ? &ladder : NULL,
+                                      &mask, &arena, diag);
     if (status != AKV_OK) {
         akv_segment_release(segment);
         return status;
     }
-    header.seed = job.seed;
     job.blob = (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES;
-    memcpy(job.blob, &header, sizeof header); /* views of the segment being written need it; counts follow below */
-    if (shape.rotary_dim != 0)
-        memcpy(akv_job_section(&job, AKV_SEC_INV_FREQ), layer->rope.inv_freq, shape.rotary_dim / 2 * sizeof(double));
-    if (shape.has_positions)
-        memcpy(akv_job_section(&job, AKV_SEC_POSITIONS), layer->positions, shape.num_tokens * sizeof(int32_t));
 
     akv_observe(&job);
     if (is_ladder)
@@ -189,7 +225,7 @@ akv_status akv_compress(const akv_layer *layer, const akv_config *config, akv_se
         akv_select_owners(&job, mask);
         akv_code_residuals(&job);
     }
-    memcpy(job.blob, &header, sizeof header);
+    memcpy(job.blob, header, sizeof *header);
 
     akv_job_end(&job, &arena);
     *out = segment;

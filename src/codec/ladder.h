@@ -102,6 +102,15 @@ void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, 
 
 /* basis.c: eigenvectors, spectra, water-filled tables. */
 void akv_ladder_bases(akv_job *job);
+/*
+ * Table entries of all levels [levels, coords] for weights w[coords]: the best marginal gains per bit until a level is
+ * full, so that levels are nested; bits of a residual [levels], distortion [levels + 1]. `total` = the weight of all
+ * coordinates, also of those that can never get bits.
+ */
+void akv_water_fill(const uint16_t *level_bits, uint32_t levels, const double *w, uint32_t coords, double total,
+                    uint8_t *entries, uint32_t *bits_of, double *distortion);
+/* The same entries as the section has them -> zeroed tables [levels, ceil(coords / 4)]. */
+void akv_pack_tables(const uint8_t *entries, uint32_t levels, uint32_t coords, uint8_t *tables);
 
 /* allocate.c: one multiplier for the layer. */
 void akv_ladder_allocate(akv_job *job);
