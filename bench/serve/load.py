@@ -6,9 +6,10 @@ Afterwards the server must be alive, must not have grown, must end by SIGTERM wi
 with a program built with AddressSanitizer that includes its reports:
 
     cmake --preset asan -DAKV_LLAMA=ON && cmake --build build/asan --target akv
-    python3 bench/serve/load.py --akv build/asan/cli/akv --model model.gguf --text demo/gpl-2.txt --seconds 300
+    python3 bench/serve/load.py --akv build/asan/cli/akv --model model.gguf --text demo/gpl-2.txt --seconds 300 --growth 25
 
-wrk is a Debian package. The first quarter does not count for growth: buffers, threads' stacks and ASan's quarantine fill up.
+wrk is a Debian package. The first quarter does not count for growth: buffers, threads' stacks and ASan's quarantine fill up. ASan keeps
+a record of every thread that ever was, and a connection is a thread: judge growth by a release build, with --growth 25 for ASan.
 """
 
 import argparse
