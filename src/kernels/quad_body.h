@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * quad_body.h - the contract of quad.h in plain C, included by the file of each variant that has something of its own only for some
- * kernels (AKV_QUAD_OWN_ANCHORS, AKV_QUAD_OWN_CODES). Defines AKV_ISA(akv_quad).
+ * kernels (AKV_QUAD_OWN_ANCHORS, AKV_QUAD_OWN_CODES, AKV_QUAD_OWN_BYTES_SUM). Defines AKV_ISA(akv_quad).
  */
 #include "kernels/quad.h"
 
@@ -337,6 +337,7 @@ static void histogram(const uint32_t *anchor, const float *weight, uint32_t n, c
             hist[(size_t)anchor[t] * 4 + r] += weight[t] * weights[akv_quad_slot(t) * 4 + r];
 }
 
+#ifndef AKV_QUAD_OWN_BYTES_SUM
 static void bytes_sum(const float *w, const int8_t *rows, uint32_t n, uint32_t dim, float *out)
 {
     for (uint32_t a = 0; a < n; a++)
@@ -345,6 +346,7 @@ static void bytes_sum(const float *w, const int8_t *rows, uint32_t n, uint32_t d
                 for (uint32_t i = 0; i < dim; i++)
                     out[r * dim + i] += w[a * 4 + r] * (float)rows[(size_t)a * dim + i];
 }
+#endif
 
 static float dot16(const float *a, const float *b, uint32_t n)
 {
