@@ -6,7 +6,8 @@
 #
 # auditwheel reads which symbols the library needs, names the oldest glibc in the file name, and fails if the library needs
 # anything else that a bare Linux lacks. Build on an older distribution for a lower number. The package loads the library
-# through ctypes, so that no Python version is in the name. The tools live in .deps/python/wheel-tools (or AKV_DEPS/python).
+# through ctypes, so that no Python version is in the name. Where a CUDA toolkit is, the library has the GPU part, with CUDA's
+# run-time library inside (AKV_CUDA=OFF leaves it out, AKV_CUDA=ON makes a missing toolkit an error). The tools live in .deps/python/wheel-tools (or AKV_DEPS/python).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=$(realpath -m "${1:-dist}")

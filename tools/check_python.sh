@@ -9,6 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 deps=${AKV_DEPS:-$PWD/.deps}/python
 export OMP_WAIT_POLICY=passive PIP_DISABLE_PIP_VERSION_CHECK=1
+export AKV_CUDA=${AKV_CUDA:-OFF} # the GPU part takes minutes to compile, and cannot run where there is no GPU
 unset AKV_LIBRARY PYTHONPATH
 
 say() { printf 'check-python: %s\n' "$*" >&2; }

@@ -271,12 +271,15 @@ DocumentWrite = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_size_t, C.POINT
 
 
 def library_path() -> str:
-    """AKV_LIBRARY when set, else the library beside this package."""
+    """AKV_LIBRARY when set, else the library beside this package: the one that also has the GPU part, when it is there."""
     given = os.environ.get("AKV_LIBRARY")
     if given:
         return given
-    name = "libanchorkv.dylib" if sys.platform == "darwin" else "libanchorkv.so"
-    return os.path.join(os.path.dirname(os.path.abspath(__file__)), name)
+    here = os.path.dirname(os.path.abspath(__file__))
+    with_gpu = os.path.join(here, "libanchorkv_cuda.so")
+    if os.path.exists(with_gpu):
+        return with_gpu
+    return os.path.join(here, "libanchorkv.dylib" if sys.platform == "darwin" else "libanchorkv.so")
 
 
 # Every struct that the library stamps with its own size, and who writes the stamp. The others are parts of these, but

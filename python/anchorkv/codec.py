@@ -76,6 +76,7 @@ class Segment:
 
     def __init__(self, handle: int | None) -> None:
         self._handle = handle
+        self.uploaded: Any = None  # its copy on a GPU, when AnchorKVCache made one
         info = self._info()
         self.nbytes: int = info.bytes.total
         self.num_kv_heads, self.num_tokens = info.shape.num_kv_heads, info.shape.num_tokens
@@ -83,7 +84,9 @@ class Segment:
 
     def __copy__(self) -> Segment:
         """Segments never change: a copy is one more reference."""
-        return Segment(_lib.akv_segment_retain(self.handle))
+        copy = Segment(_lib.akv_segment_retain(self.handle))
+        copy.uploaded = self.uploaded
+        return copy
 
     def __deepcopy__(self, memo: object) -> Segment:
         return self.__copy__()

@@ -13,15 +13,18 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import unittest
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 INCLUDE = os.path.join(HERE, "..", "..", "include")
 installed = importlib.util.find_spec("anchorkv")
 folder = installed.submodule_search_locations[0] if installed else os.path.join(HERE, "..", "anchorkv")
-spec = importlib.util.spec_from_file_location("anchorkv_ffi_alone", os.path.join(folder, "_ffi.py"))
-_ffi = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(_ffi)
+alone = types.ModuleType("anchorkv_alone")
+alone.__path__ = [folder]
+sys.modules["anchorkv_alone"] = alone
+_ffi = importlib.import_module("anchorkv_alone._ffi")
+_ffi_cuda = importlib.import_module("anchorkv_alone._ffi_cuda")
 
 STRUCTS = {
     "akv_diag": _ffi.Diag,
@@ -39,7 +42,11 @@ STRUCTS = {
     "akv_document_layer": _ffi.DocumentLayer,
     "akv_document_property": _ffi.DocumentProperty,
     "akv_document_parts": _ffi.DocumentParts,
+    "akv_cuda_sequence": _ffi_cuda.Sequence,
+    "akv_cuda_batch": _ffi_cuda.Batch,
+    "akv_cuda_step": _ffi_cuda.Step,
 }
+STAMPED = {**_ffi.STAMPED, **_ffi_cuda.STAMPED}
 
 
 class LayoutTest(unittest.TestCase):
@@ -58,7 +65,8 @@ class LayoutTest(unittest.TestCase):
                 expected.append(f"{name}.{field} {at.offset} {at.size}")
         source = (
             "#include <stdio.h>\n#include <stddef.h>\n"
-            '#include "anchorkv/akv_experimental.h"\n#include "anchorkv/akv_document.h"\nint main(void)\n{\n'
+            '#include "anchorkv/akv_experimental.h"\n#include "anchorkv/akv_document.h"\n'
+            '#include "anchorkv/akv_cuda.h"\nint main(void)\n{\n'
             + "\n".join(lines)
             + "\n    return 0;\n}\n"
         )
@@ -73,13 +81,13 @@ class LayoutTest(unittest.TestCase):
     def test_every_stamped_struct_is_checked(self):
         """What has an _init in a header whose structs are used here has its size compared at loading."""
         headers = ""
-        for name in ("anchorkv.h", "akv_experimental.h", "akv_document.h"):
+        for name in ("anchorkv.h", "akv_experimental.h", "akv_document.h", "akv_cuda.h"):
             with open(os.path.join(INCLUDE, "anchorkv", name)) as f:
                 headers += f.read()
         inits = set(re.findall(r"AKV_API void (akv_\w+_init)\(", headers))
         used = {f"{name}_init" for name, struct in STRUCTS.items() if struct._fields_[0][0] == "struct_size"}
-        self.assertEqual(used & inits, set(_ffi.STAMPED))
-        for init, struct in _ffi.STAMPED.items():
+        self.assertEqual(used & inits, set(STAMPED))
+        for init, struct in STAMPED.items():
             self.assertIs(STRUCTS[init[:-5]], struct)
             self.assertLess(2 * ctypes.sizeof(struct), _ffi.ROOM)
 

@@ -12,8 +12,9 @@ import numpy as np
 
 folder = os.path.dirname(anchorkv.__file__)
 assert "site-packages" in folder, f"not the installed package: {folder}"
-for name in ("py.typed", "libanchorkv.so"):
-    assert os.path.exists(os.path.join(folder, name)), f"{name} is not in the wheel"
+library = anchorkv._ffi.library_path()
+assert os.path.dirname(library) == folder, f"not the package's own library: {library}"
+assert os.path.exists(os.path.join(folder, "py.typed")), "py.typed is not in the wheel"
 assert "torch" not in sys.modules and "transformers" not in sys.modules
 # Seconds of processor time, so that a busy machine does not matter; numpy takes 0.08 of them.
 clock = "import time, numpy; t = time.process_time(); import anchorkv; print(time.process_time() - t)"
@@ -22,7 +23,7 @@ assert own < 0.1, f"import takes {own:.2f} s beyond numpy"
 with open(glob.glob(os.path.join(folder, "..", "anchorkv-*.dist-info", "WHEEL"))[0]) as file:
     tags = [line.split()[1] for line in file if line.startswith("Tag:")]
 assert tags and all(re.fullmatch(r"py3-none-manylinux_2_\d+_\w+", t) for t in tags), f"not for many machines: {tags}"
-needed = subprocess.run(["ldd", os.path.join(folder, "libanchorkv.so")], capture_output=True, text=True).stdout
+needed = subprocess.run(["ldd", library], capture_output=True, text=True).stdout
 assert "openblas" not in needed and "not found" not in needed, needed
 
 rng = np.random.default_rng(0)

@@ -96,7 +96,7 @@ class Observing(Comparing):
     nearest = None
 
     def _compress_aside(self):
-        keys, queries = self._k[0, :, : self.n].float(), self.recent[0, :, -self.settings.window :].float()
+        keys, queries = self._k[0, :, : self.n].float(), self.last_queries()[0, :, -self.settings.window :].float()
         generator = torch.Generator().manual_seed(self.index)
         anchors = paper_anchors(queries, keys, self.sm_scale, generator)
         turned_back = before_rotation(keys, self._tail_positions()[0].cpu(), self.rope)

@@ -164,6 +164,7 @@ class AnchorKVCache(Cache):
             method=method,
             threads=Threads(threads) if threads > 1 else None,
             order=order,
+            devices={},
             shared=None if shares is None else shared_budget(shares, config, 1.0 / ratio, profile, overrides),
         )
         switch(config)
@@ -212,8 +213,8 @@ class AnchorKVCache(Cache):
             layer.compress_tail(strict=True)
 
     def nbytes(self) -> int:
-        """Bytes held by all layers now, dense parts included."""
-        total = 0
+        """Bytes held by all layers where the model is, dense parts included; on a GPU also what its kernels work in."""
+        total = sum(shared.nbytes() for shared in self.settings.devices.values())
         for layer in self.layers:
             if isinstance(layer, AnchorKVLayer):
                 total += layer.nbytes()
@@ -234,6 +235,7 @@ class AnchorKVCache(Cache):
             "tail_tokens": first.n,
             "segment_bytes": stored,
             "segment_dense_bytes": dense,
+            "device_bytes": sum(s.uploaded.nbytes for s in segments.values() if s.uploaded is not None),
             "ratio": dense / stored if stored else 1.0,
             "held_bytes": self.nbytes(),
             "why_exact": first.why_dense,

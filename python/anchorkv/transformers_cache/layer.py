@@ -11,11 +11,13 @@ from transformers.cache_utils import CacheLayerMixin
 
 from ..attention import attend
 from ..codec import AkvError, compress
+from . import device as cuda
 from .attention import TAG
 from .rope import Rope
 
 SAMPLED = 64  # further prompt queries that weight the key coordinates
 GROW = 256  # tokens by which the tail's memory grows at least
+GROW_GPU = 64  # there memory counts more than the copy
 INFEASIBLE = -20  # AKV_E_INFEASIBLE
 
 
@@ -42,8 +44,8 @@ class AnchorKVLayer(CacheLayerMixin):
         self.reset()
 
     def reset(self):
-        self.keys = self.values = None  # kept for readers of other caches' fields: views of the tail
         self._k = self._v = None  # [B, H, capacity, d]
+        self.gpu = None  # DeviceAttention, when that is where the model is
         self.n = 0  # tokens in the tail
         self.offset = 0  # tokens in the segments, padding included
         self.rows = None  # rows[b]: [Segment]
@@ -54,7 +56,8 @@ class AnchorKVLayer(CacheLayerMixin):
         self._forget()
 
     def _forget(self):
-        self.recent = None  # [B, Hq, <= ring, d] queries of the last tokens of the tail
+        self.recent = []  # [B, Hq, t, d] pieces: queries of the last tokens of the tail, at least `ring` of them
+        self.num_recent = 0
         self.sampled = []  # [(index in the tail, [B, Hq, M, d])]
         self.positions, self.valid = [], []  # of the tail: [B or 1, t] pieces; valid None = all real
 
@@ -64,18 +67,48 @@ class AnchorKVLayer(CacheLayerMixin):
         for x, name in ((key_states, "keys"), (value_states, "values")):
             if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise TypeError(f"the model's {name} are {x.dtype}; load it in float32, float16 or bfloat16")
-        if key_states.device.type != "cpu":
-            raise NotImplementedError(
-                f"the model is on {key_states.device}; AnchorKVCache works on the CPU: model.cpu()"
-            )
+        if key_states.dtype != value_states.dtype and cuda.is_gpu(key_states.device):
+            raise TypeError(f"the model's keys are {key_states.dtype} and its values {value_states.dtype}; one is wanted")
         if self.rope.dim > key_states.shape[-1]:
             raise ValueError(
                 f"layer {self.index}: keys have {key_states.shape[-1]} coordinates, the model this cache was made for "
                 f"rotates {self.rope.dim}: make an AnchorKVCache from this model's config"
             )
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self._place(key_states.device)
+        self.dtype = key_states.dtype
         self.rows = [[] for _ in range(key_states.shape[0])]
         self.is_initialized = True
+
+    def _place(self, device):
+        """Work on this device from now on, or say why not."""
+        self.gpu = None
+        if cuda.is_gpu(device):
+            cuda.check_device(device)
+            if self.settings.order is not None:
+                raise NotImplementedError("llama_cpp=True reorders coordinates, which is done on the CPU: model.cpu()")
+            if device not in self.settings.devices:
+                self.settings.devices[device] = cuda.Shared(device)
+            self.gpu = cuda.DeviceAttention(self.settings.devices[device])
+        elif device.type != "cpu":
+            raise NotImplementedError(f"the model is on {device}; AnchorKVCache works on CUDA GPUs and the CPU: model.cpu()")
+        self.device = device
+
+    @property
+    def keys(self):
+        """For readers of other caches' fields: the tail."""
+        return None if self._k is None else self._k[:, :, : self.n]
+
+    @property
+    def values(self):
+        return None if self._v is None else self._v[:, :, : self.n]
+
+    @keys.setter
+    def keys(self, value):
+        assert value is None  # what CacheLayerMixin begins with
+
+    @values.setter
+    def values(self, value):
+        assert value is None
 
     def update(self, key_states, value_states, *args, **kwargs):
         """Append; the keys returned carry the layer with them, so that the attention function finds it."""
@@ -103,10 +136,12 @@ class AnchorKVLayer(CacheLayerMixin):
             self.compress_tail()
         self._append(key_states, value_states)
         self.pending = True
-        self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
-        keys = self._k[:, :, : self.n]  # another object than self.keys: the mark must not make a reference cycle
+        if self.offset and self.gpu is not None:  # attention takes them from here; views would cost time only
+            keys, values = key_states, value_states
+        else:
+            keys, values = self.keys, self.values
         setattr(keys, TAG, self)
-        return keys, self.values
+        return keys, values
 
     def _append(self, k, v):
         need = self.n + k.shape[2]
@@ -114,14 +149,14 @@ class AnchorKVLayer(CacheLayerMixin):
             self._k, self._v = k, v  # a prompt is taken over as it is
         else:
             if self._k is None or self._k.shape[2] < need or self._shared:
-                capacity = need + max(GROW, need // 4)
+                capacity = need + max(GROW if self.gpu is None else GROW_GPU, need // 4)
                 for name, new in (("_k", k), ("_v", v)):
                     old, grown = getattr(self, name), new.new_empty((*new.shape[:2], capacity, new.shape[3]))
                     if self.n:
                         grown[:, :, : self.n] = old[:, :, : self.n]
                     setattr(self, name, grown)
-            self._k[:, :, self.n : need] = k
-            self._v[:, :, self.n : need] = v
+            self._k.narrow(2, self.n, k.shape[2]).copy_(k)
+            self._v.narrow(2, self.n, k.shape[2]).copy_(v)
         self._shared = self._k is k
         self.n = need
 
@@ -152,12 +187,13 @@ class AnchorKVLayer(CacheLayerMixin):
         positions, valid = self._tail_positions(), self._tail_valid()
         self.n -= count
         self.positions, self.valid = [positions[:, : self.n]], [None if valid is None else valid[:, : self.n]]
-        if self.recent is not None:
-            self.recent = self.recent[:, :, : max(0, self.recent.shape[2] - count)]
+        if self.recent:
+            last = self.last_queries()
+            last = last[:, :, : max(0, last.shape[2] - count)]
+            self.recent, self.num_recent = [last], last.shape[2]
         self.sampled = [(i[i < self.n], q[:, :, i < self.n]) for i, q in self.sampled]
         if self.n == 0:
             self.positions, self.valid = [], []
-        self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
         self.pending = False
 
     def _pick(self, indices):
@@ -172,11 +208,10 @@ class AnchorKVLayer(CacheLayerMixin):
 
         self.rows = [list(self.rows[r]) for r in rows]  # segments never change: rows share them
         self._k, self._v = pick(self._k), pick(self._v)
-        self.recent = pick(self.recent)
+        self.recent = [pick(q) for q in self.recent]
         self.sampled = [(i, pick(q)) for i, q in self.sampled]
         self.positions, self.valid = [pick(p) for p in self.positions], [pick(p) for p in self.valid]
-        if self._k is not None:
-            self.keys, self.values = self._k[:, :, : self.n], self._v[:, :, : self.n]
+        self._forget_plan()
 
     def reorder_cache(self, beam_idx):
         self._pick(beam_idx)
@@ -199,6 +234,8 @@ class AnchorKVLayer(CacheLayerMixin):
         self.pending = False
         self._observe(query, mask, options.get("position_ids"))
         if self.offset == 0:
+            if self.gpu is not None:
+                self.gpu.probe(self, query)
             out = underneath(module, query, key, value, mask, **options)
             limit = 1 if query.shape[2] > 1 and self.settings.when == "forward" else self.settings.tail_limit
         else:
@@ -237,10 +274,13 @@ class AnchorKVLayer(CacheLayerMixin):
         self.positions.append(positions)
         self.valid.append(self._valid_of(mask, t))
         ring = self.settings.ring
-        if t >= ring or self.recent is None:
-            self.recent = query[:, :, -ring:].clone()
+        if t >= ring:
+            self.recent, self.num_recent = [query[:, :, -ring:].clone()], ring
         else:
-            self.recent = torch.cat((self.recent, query), 2)[:, :, -ring:]
+            self.recent.append(query if t == 1 else query.clone())  # a single one is kept without a copy
+            self.num_recent += t
+            while self.num_recent - self.recent[0].shape[2] >= ring:
+                self.num_recent -= self.recent.pop(0).shape[2]
         if t > 1:
             last = max(1, t - self.settings.window)
             m = min(SAMPLED, last)
@@ -250,6 +290,11 @@ class AnchorKVLayer(CacheLayerMixin):
         else:
             return
         self.sampled.append((at + (self.n - t), query[:, :, at.to(query.device)].clone()))
+
+    def last_queries(self):
+        """[B, Hq, <= ring, d] of the tail's last tokens."""
+        queries = self.recent[0] if len(self.recent) == 1 else torch.cat(self.recent, 2)
+        return queries[:, :, -self.settings.ring :]
 
     @staticmethod
     def _valid_of(mask, t):
@@ -282,6 +327,9 @@ class AnchorKVLayer(CacheLayerMixin):
         if mask is not None:
             if mask.shape[1] != 1:
                 raise NotImplementedError("a mask per attention head is not supported once the cache is compressed")
+        if self.gpu is not None:
+            return self.gpu.attend(self, query, mask)
+        if mask is not None:
             mask = mask[:, 0, :, -self.n :]
             if mask.dtype == torch.bool:
                 if t == 1 and bool(mask.all()):
@@ -332,6 +380,8 @@ class AnchorKVLayer(CacheLayerMixin):
                     raise
                 self.why_dense = str(error)
                 return False
+        if self.gpu is not None:
+            self.gpu.upload(segments)
         for row, segment in zip(self.rows, segments):
             row.append(segment)
         self.offset += self.n
@@ -340,13 +390,18 @@ class AnchorKVLayer(CacheLayerMixin):
 
     def _empty_tail(self, segment):
         """No tokens, but the right shape, so that masks and views need no special case."""
-        self._k = self._v = self.keys = self.values = None  # what it held is free from here on
+        self._k = self._v = None  # what it held is free from here on
+        self._forget_plan()
         self.n, self.why_dense = 0, None
         self._forget()
         shape = (len(self.rows), segment.num_kv_heads, 0)
         self._k = torch.empty((*shape, segment.head_dim_k), dtype=self.dtype, device=self.device)
         self._v = torch.empty((*shape, segment.head_dim_v), dtype=self.dtype, device=self.device)
         self._shared = False
+
+    def _forget_plan(self):
+        if self.gpu is not None:
+            self.gpu.forget()
 
     def dense_tail(self):
         """The tail of a single row as an exact segment; the tail itself stays."""
@@ -356,7 +411,8 @@ class AnchorKVLayer(CacheLayerMixin):
     def adopt(self, segments, model, entry):
         """Take the segments of a document, as the only row."""
         weight = next(model.parameters())
-        self.dtype, self.device, self.rows, self.is_initialized = weight.dtype, model.device, [list(segments)], True
+        self._place(model.device)
+        self.dtype, self.rows, self.is_initialized = weight.dtype, [list(segments)], True
         self.sm_scale, self.softcap = entry.sm_scale, entry.logit_softcap
         self.offset = segments[-1].info()["last_position"] + 1
         self._empty_tail(segments[0])
@@ -378,11 +434,12 @@ class AnchorKVLayer(CacheLayerMixin):
             cut.append(kept)
         self.rows = cut
         self.offset -= count
+        self._forget_plan()
 
     def _compress_row(self, b, at, positions, index, sampled, method=None, **changes):
         """changes: of the settings, for this segment."""
         s, n = Settings(**{**vars(self.settings), **changes}), self.n
-        k, v, q = self._k[b][:, :n].detach(), self._v[b][:, :n].detach(), self.recent[b].detach()
+        k, v, q = self._k[b][:, :n].detach(), self._v[b][:, :n].detach(), self.last_queries()[b].detach()
         queries_at = torch.arange(n - q.shape[1], n)
         if at is not None:
             if int(at[-1]) - int(at[0]) + 1 == len(at):  # padding in front only: a view
@@ -419,6 +476,8 @@ class AnchorKVLayer(CacheLayerMixin):
             shape = dict(num_tokens=tokens, num_kv_heads=k.shape[0], gqa_group=q.shape[0] // k.shape[0])
             shape.update(head_dim=k.shape[2], head_dim_v=v.shape[2], rotary_dim=self.rope.dim, window=window)
             keep_ratio = s.shared.keep_of(self.index, tuple({**shape, "has_positions": not consecutive}.items()))
+        # akv_compress reads host memory. A compressor on the GPU would take k, v, q and m as they are, here.
+        k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
         segment = compress(
             k,
             v,
@@ -451,7 +510,9 @@ class AnchorKVLayer(CacheLayerMixin):
         return sum(s.info()["dense_bytes"] for s in distinct.values()) / stored if stored else None
 
     def nbytes(self) -> int:
-        """Bytes that this layer holds now: segments, the tail's memory, the queries kept for compression."""
-        distinct = {s.handle: s.nbytes for row in self.rows or [] for s in row}
-        held = [self._k, self._v, self.recent] + [q for _, q in self.sampled]
-        return int(sum(distinct.values()) + sum(x.numel() * x.element_size() for x in held if x is not None))
+        """Bytes that this layer holds where the model is: segments, the tail's memory, queries kept for compression."""
+        distinct = {s.handle: s if self.gpu is None else s.uploaded for row in self.rows or [] for s in row}
+        held = [self._k, self._v, *self.recent] + [q for _, q in self.sampled]
+        plan = 0 if self.gpu is None else self.gpu.nbytes()
+        segments = sum(s.nbytes for s in distinct.values() if s is not None)
+        return int(segments + plan + sum(x.numel() * x.element_size() for x in held if x is not None))

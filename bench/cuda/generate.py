@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole model on the GPU through transformers' `generate`: AnchorKVCache beside DynamicCache, speed and memory.
+
+usage: generate.py [--tokens 27000] [--ratio 20] [--new 128] [--rounds 3] [--profile]
+
+The model has the shape of Qwen2.5-1.5B and random weights, bfloat16: enough for time and memory, not for quality. Both
+caches read the same prompt; then `generate` goes on from each in turn. Time is from the call to its end, the device
+idle at both; memory is what torch's allocator has handed out.
+"""
+import argparse
+import cProfile
+import gc
+import pstats
+import statistics
+import time
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from anchorkv import AnchorKVCache
+
+SHAPE = dict(
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_hidden_layers=28,
+    num_attention_heads=12,
+    num_key_value_heads=2,
+    max_position_embeddings=32768,
+    vocab_size=151936,
+    tie_word_embeddings=True,
+    rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+    eos_token_id=None,
+    bos_token_id=None,
+    pad_token_id=0,
+)
+
+
+def timed(run):
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    out = run()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began, out
+
+
+def read(model, ids, cache):
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        seconds, _ = timed(lambda: model(ids, past_key_values=cache, logits_to_keep=1))
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    print(f"{type(cache).__name__}: prompt {seconds:.2f} s, holds {held / 2**20:.1f} MiB after it, peak {peak / 2**20:.1f} MiB",
+          flush=True)
+    return before
+
+
+def main():
+    p = argparse.ArgumentParser()
+    p.add_argument("--tokens", type=int, default=27000)
+    p.add_argument("--ratio", type=float, default=20.0)
+    p.add_argument("--new", type=int, default=128)
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--profile", action="store_true")
+    a = p.parse_args()
+    torch.manual_seed(0)
+    torch.set_default_device("cuda")
+    config = AutoConfig.for_model("qwen2", **SHAPE)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    ids = torch.randint(0, 150000, (1, a.tokens))
+    torch.set_default_device("cpu")
+    options = dict(do_sample=False, pad_token_id=0)
+    with torch.inference_mode():
+        model.generate(ids[:, :100], max_new_tokens=8, **options)  # what libraries set up once
+    caches, sequences, steps, before = {}, {}, {}, {}
+    for name, cache in (("dense", DynamicCache(config=config)), ("ours", AnchorKVCache(config, ratio=a.ratio))):
+        before[name] = read(model, ids, cache)
+        caches[name], steps[name] = cache, []
+        begun = torch.cuda.memory_allocated()
+        _, sequences[name] = timed(lambda: model.generate(torch.cat((ids, ids[:, :1]), 1), past_key_values=cache,
+                                                          max_new_tokens=16, **options))
+        print(f"  16 tokens later {(torch.cuda.memory_allocated() - begun) / 2**20:+.1f} MiB", flush=True)
+    dense = (a.tokens + 16) * config.num_hidden_layers * 2 * 128 * 2 * 2
+    held = caches["ours"].nbytes()
+    report = caches["ours"].report()
+    print(f"keys and values {dense / 2**20:.1f} MiB; ours {held / 2**20:.2f} MiB, 1/{dense / held:.2f}; segments in the file's form "
+          f"1/{report['ratio']:.2f}, on the device {report['device_bytes'] / 2**20:.2f} MiB, tail of {report['tail_tokens']} tokens", flush=True)
+    for turn in range(a.rounds):
+        for name in ("dense", "ours"):
+            seconds, sequences[name] = timed(
+                lambda: model.generate(sequences[name], past_key_values=caches[name], max_new_tokens=a.new, **options)
+            )
+            steps[name].append(seconds / a.new)
+            print(f"{name}: {a.new} tokens, {1e3 * steps[name][-1]:.2f} ms a token", flush=True)
+    rates = {name: 1 / statistics.median(x) for name, x in steps.items()}
+    print(f"tokens/s: DynamicCache (sdpa) {rates['dense']:.1f}, AnchorKVCache {rates['ours']:.1f}, ratio {rates['ours'] / rates['dense']:.3f}")
+    if a.profile:
+        for name in ("dense", "ours"):
+            profile = cProfile.Profile()
+            profile.enable()
+            model.generate(sequences[name], past_key_values=caches[name], max_new_tokens=32, **options)
+            profile.disable()
+            print(name)
+            pstats.Stats(profile).sort_stats("tottime").print_stats(22)
+
+
+main()

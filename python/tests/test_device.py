@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""AnchorKVCache where the model is on a GPU. The logic around the kernels with a GPU that is none (fake_gpu.py), against the
+CPU's results; the kernels themselves, speed and memory on a real one, where there is one."""
+
+import copy
+import gc
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache  # noqa: E402
+
+import anchorkv  # noqa: E402
+from anchorkv import AnchorKVCache, _ffi, _ffi_cuda  # noqa: E402
+from anchorkv.codec import _lib  # noqa: E402
+from anchorkv.transformers_cache import device  # noqa: E402
+from anchorkv.transformers_cache.layer import GROW_GPU  # noqa: E402
+from fake_gpu import FakeGPU  # noqa: E402
+from test_cache import assert_same, generate  # noqa: E402
+from tiny import model_of, prompt  # noqa: E402
+
+HAS_GPU = torch.cuda.is_available()
+on_gpu = pytest.mark.skipif(not HAS_GPU, reason="no CUDA GPU here: the kernels are not tested")
+no_gpu = pytest.mark.skipif(HAS_GPU, reason="a real GPU is here")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    return FakeGPU().install(monkeypatch)
+
+
+def on_cpu(run):
+    """The same on the CPU path: the fixture patches this module, so it is undone for the call."""
+    real, device.is_gpu = device.is_gpu, lambda d: False
+    try:
+        return run()
+    finally:
+        device.is_gpu = real
+
+
+# --------------------------------------------------------------------------------------- logic, with a GPU that is none
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2", "phi3", "ministral"])
+def test_generate_as_on_the_cpu(fake, name):
+    model, ids = model_of(name), prompt(300)
+    want = on_cpu(lambda: generate(model, ids, AnchorKVCache(model.config, ratio=2), new=100))
+    cache = AnchorKVCache(model.config, ratio=2)
+    assert_same(generate(model, ids, cache, new=100), want)
+    layers = len(cache.hosted)
+    assert fake.calls["attend"] == 99 * layers  # one call a layer and step
+    # a plan for each 64 tokens of the tail, and one to see whether the device can; nothing in between
+    assert fake.calls["plan"] == 1 + layers * -(-99 // (GROW_GPU + 1))
+    assert fake.calls["upload"] == layers
+    report = cache.report()
+    assert report["device_bytes"] == report["segment_bytes"] + 256 * layers
+    assert cache.nbytes() >= report["device_bytes"]
+
+
+def test_batch_with_padding(fake):
+    model, lengths = model_of(), (200, 290, 300)
+    ids = prompt(300, rows=3)
+    attention = torch.zeros_like(ids)
+    for row, length in enumerate(lengths):
+        attention[row, 300 - length :] = 1
+        ids[row, : 300 - length] = 0
+    want = on_cpu(lambda: generate(model, ids, AnchorKVCache(model.config, ratio=2), attention_mask=attention))
+    assert_same(generate(model, ids, AnchorKVCache(model.config, ratio=2), attention_mask=attention), want)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_second_prompt_by_pieces_and_single_tokens_with_a_mask(fake, padded):
+    """70 further tokens at once, where one row has padding in front of them, then single tokens that do not see it."""
+    model, ids, turn = model_of(), prompt(300, rows=2), prompt(70, rows=2, seed=5)
+    attention = torch.ones((2, 372), dtype=torch.long)
+    if padded:
+        attention[1, 300:330] = 0
+    positions = attention.cumsum(1) - 1
+
+    def run():
+        cache, out = AnchorKVCache(model.config, ratio=2), []
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            for first, last, x in ((300, 370, turn), (370, 371, turn[:, :1]), (371, 372, turn[:, 1:2])):
+                at = dict(attention_mask=attention[:, :last], position_ids=positions[:, first:last])
+                out.append(model(x, past_key_values=cache, **at).logits)
+        return torch.cat(out, 1)
+
+    want, got = on_cpu(run), run()
+    real = attention[:, 300:].bool()
+    assert (got - want)[real].abs().max() < 2e-3
+    assert fake.calls["attend"] == 4 * (3 + 2)  # 32 + 32 + 6 queries, then two single ones
+
+
+def test_pieces_grow_smaller_when_memory_is_short(fake, monkeypatch):
+    monkeypatch.setattr(device, "SCRATCH", 8 * 4096)
+    model, ids = model_of(), prompt(300)
+
+    def run():
+        cache = AnchorKVCache(model.config, ratio=2)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            return model(prompt(20, seed=4), past_key_values=cache).logits
+
+    want = on_cpu(run)
+    assert (run() - want).abs().max() < 2e-3
+    assert fake.calls["attend"] == 4 * 3  # 8 + 8 + 4
+
+
+def test_rolling_crop_beams_copies(fake):
+    model, ids = model_of(), prompt(300)
+
+    def run():
+        cache = AnchorKVCache(model.config, ratio=2, tail_limit=128)
+        rolled = generate(model, ids, cache, new=140)
+        assert [len(layer.rows[0]) for layer in cache.hosted] == [2] * 4
+        with torch.inference_mode():
+            cache.crop(-5)
+            other = copy.deepcopy(cache)
+            a = model(ids[:, :1], past_key_values=cache).logits
+            b = model(ids[:, :1], past_key_values=other).logits
+            assert torch.equal(a, b)
+            cache.crop(-100)  # into the second segment
+            c = model(ids[:, :1], past_key_values=cache).logits
+        beams = generate(model, ids, AnchorKVCache(model.config, ratio=2), num_beams=3)[0]
+        return rolled, a, c, beams
+
+    want, got = on_cpu(run), run()
+    assert_same(got[0], want[0])
+    assert (got[1] - want[1]).abs().max() < 2e-3 and (got[2] - want[2]).abs().max() < 2e-3
+    assert torch.equal(got[3], want[3])
+
+
+def test_copies_share_uploads_and_everything_is_released(fake):
+    model, ids = model_of(), prompt(300)
+    cache = AnchorKVCache(model.config, ratio=2)
+    generate(model, ids, cache)
+    other = copy.deepcopy(cache)
+    with torch.inference_mode():
+        model(ids[:, :1], past_key_values=other)
+    assert fake.calls["upload"] == 4
+    assert other.settings.devices[torch.device("cpu")] is other.hosted[0].gpu.shared
+    assert other.hosted[0].gpu.shared is not cache.hosted[0].gpu.shared
+    del cache, other
+    gc.collect()
+    assert not fake.plans and not fake.segments
+
+
+def test_half_precision_and_saving(fake, tmp_path):
+    model, ids = model_of().to(torch.bfloat16), prompt(300)
+
+    def run(path):
+        cache = AnchorKVCache(model.config, ratio=2)
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            out = model(ids[:, :1], past_key_values=cache).logits
+            cache.save(path, torch.cat((ids, ids[:, :1]), 1), model)
+            loaded, _ = AnchorKVCache.load(path, model)
+            return out, model(ids[:, 1:2], past_key_values=loaded).logits
+
+    want, got = on_cpu(lambda: run(tmp_path / "a.akv")), run(tmp_path / "b.akv")
+    assert got[0].dtype == torch.bfloat16
+    for a, b in zip(got, want):
+        assert (a - b).abs().max() < 0.1  # 8 bits of mantissa on logits of size 10
+    assert (tmp_path / "a.akv").read_bytes() == (tmp_path / "b.akv").read_bytes()
+
+
+def test_refusals(fake, monkeypatch):
+    model, ids = model_of(), prompt(300)
+    with pytest.raises(NotImplementedError, match="llama_cpp=True"):
+        model(ids, past_key_values=AnchorKVCache(model.config, llama_cpp=True))
+    monkeypatch.undo()
+    layer = AnchorKVCache(model.config).hosted[0]
+    with pytest.raises(NotImplementedError, match="CUDA GPUs and the CPU"):
+        layer._place(torch.device("meta"))
+
+
+@pytest.mark.skipif(hasattr(_lib, "akv_cuda_attend"), reason="this library has its GPU part")
+def test_library_without_gpu_part():
+    with pytest.raises(NotImplementedError, match="built without its GPU part.*AKV_CUDA=ON pip install"):
+        _ffi_cuda.bind(_lib, _ffi.library_path())
+
+
+@no_gpu
+def test_unusable_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(device, "functions", lambda: None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(NotImplementedError, match="of another maker"):
+        device.check_device(torch.device("cuda:0"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda d: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda d: "Old GPU")
+    with pytest.raises(NotImplementedError, match="Old GPU .cuda:0. has compute capability 7.5"):
+        device.check_device(torch.device("cuda:0"))
+
+
+# -------------------------------------------------------------------------------------------------------- on a real GPU
+
+
+def gpu_model(name="llama", dtype=torch.float32, head_dim=64, **changes):
+    """head_dim 64 has kernels on the tensor cores, 32 takes the plain ones."""
+    sizes = dict(head_dim=head_dim, hidden_size=4 * head_dim, **changes)
+    return model_of(name, **sizes).to("cuda", dtype)
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Every attention of the GPU is compared with the CPU's over the same segments and tail: [relative errors]."""
+    real, errors = device.DeviceAttention.attend, []
+
+    def attend(self, layer, query, mask):
+        got = real(self, layer, query, mask)
+        B, heads, t, _ = query.shape
+        want = torch.empty((B, t, heads, layer._v.shape[3]))
+        m = None if mask is None else device.added(mask[:, 0, :, -layer.n :]).expand(B, -1, -1).cpu().contiguous()
+        for b in range(B):
+            anchorkv.attend(
+                query[b].cpu(),
+                layer.rows[b],
+                layer.keys[b].cpu(),
+                layer.values[b].cpu(),
+                out=want[b].transpose(0, 1),
+                mask=None if m is None else m[b],
+                sm_scale=layer.sm_scale,
+                logit_softcap=layer.softcap,
+                sinks=None if layer.sinks is None else layer.sinks.cpu(),
+            )
+        seen = torch.ones(B, t, dtype=torch.bool) if m is None else ~torch.isinf(m).all(2) | torch.tensor(layer.offset > 0)
+        errors.append(float((got.cpu().float() - want)[seen].norm() / want[seen].norm()))
+        return got
+
+    monkeypatch.setattr(device.DeviceAttention, "attend", attend)
+    return errors
+
+
+# Kernels round queries and weights to 16 bits (docs/numerics.md); the output itself is rounded to the model's dtype.
+NEAR = {torch.float32: 3e-3, torch.float16: 4e-3, torch.bfloat16: 8e-3}
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", list(NEAR))
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_gpu_attention_is_the_cpus(checked, dtype, head_dim):
+    model, ids = gpu_model(dtype=dtype, head_dim=head_dim), prompt(700).cuda()
+    cache = AnchorKVCache(model.config, ratio=4)
+    generate(model, ids, cache, new=100)
+    assert len(checked) == 99 * 4 and max(checked) < NEAR[dtype]
+    assert all(layer._k.is_cuda and layer.rows[0][0].uploaded.memory.is_cuda for layer in cache.hosted)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", ["gpt_oss", "gemma2", "phi3", "ministral"])
+def test_gpu_families(checked, name):
+    model, ids = gpu_model(name, head_dim=32 if name == "phi3" else 64), prompt(700).cuda()
+    cache = AnchorKVCache(model.config, ratio=4)
+    generate(model, ids, cache, new=10)
+    assert len(checked) == 9 * len(cache.hosted) and max(checked) < NEAR[torch.float32]
+
+
+@on_gpu
+def test_gpu_batches_masks_further_prompts_rolling_beams(checked):
+    model, ids = gpu_model(), prompt(700, rows=3).cuda()
+    attention = torch.ones((3, 772), dtype=torch.long, device="cuda")
+    attention[0, :100] = 0
+    attention[1, 700:730] = 0
+    positions = (attention.cumsum(1) - 1).clamp(min=0)
+    cache, turn = AnchorKVCache(model.config, ratio=4), prompt(70, rows=3, seed=5).cuda()
+    with torch.inference_mode():
+        for first, last, x in ((0, 700, ids), (700, 770, turn), (770, 771, turn[:, :1]), (771, 772, turn[:, 1:2])):
+            at = dict(attention_mask=attention[:, :last], position_ids=positions[:, first:last])
+            model(x, past_key_values=cache, **at)
+        cache.crop(-40)
+        model(turn[:, :1], past_key_values=cache)
+    generate(model, ids[:1], AnchorKVCache(model.config, ratio=4, tail_limit=512), new=530)
+    generate(model, ids[:1], AnchorKVCache(model.config, ratio=4), num_beams=3)
+    assert len(checked) > 500 and max(checked) < NEAR[torch.float32]
+
+
+@on_gpu
+def test_gpu_other_streams_and_copies():
+    model, ids = gpu_model(), prompt(700).cuda()
+    cache = AnchorKVCache(model.config, ratio=4)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        other, third = copy.deepcopy(cache), copy.deepcopy(cache)
+        a = model(ids[:, :1], past_key_values=other).logits
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            b = model(ids[:, :1], past_key_values=third).logits
+        torch.cuda.synchronize()
+    assert torch.equal(a, b)
+
+
+@on_gpu
+def test_gpu_memory_falls():
+    """8 layers, 8,192 tokens, 128 MiB of keys and values: what a dense cache allocates, and ours."""
+    model = gpu_model(dtype=torch.bfloat16, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8)
+    ids = prompt(8192).cuda()
+    held, peak = {}, {}
+    with torch.inference_mode():
+        model(ids[:, :64])  # what libraries keep for themselves
+        for name in ("dense", "ours"):
+            cache = DynamicCache(config=model.config) if name == "dense" else AnchorKVCache(model.config, ratio=10)
+            gc.collect()
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            model(ids, past_key_values=cache, logits_to_keep=1)
+            for i in range(3):
+                model(ids[:, i : i + 1], past_key_values=cache)
+            peak[name] = torch.cuda.max_memory_allocated() - before
+            held[name] = torch.cuda.memory_allocated() - before
+            if name == "ours":
+                counted = cache.nbytes()
+            del cache
+    print({k: (held[k] >> 10, peak[k] >> 10) for k in held}, counted >> 10, "KiB")
+    dense = 8192 * 8 * 8 * 64 * 2 * 2
+    assert held["dense"] >= dense
+    assert held["ours"] < dense / 7  # ten times smaller, more in the kernels' own form, their work space, the new tail
+    assert abs(held["ours"] - counted) < 1 << 20  # nbytes() says what is allocated
+    assert peak["ours"] < peak["dense"] - 0.6 * dense  # at most two layers were dense at a time
