@@ -271,7 +271,7 @@ DocumentWrite = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_void_p, C.c_size_t, C.POINT
 
 
 def library_path() -> str:
-    """AKV_LIBRARY when set, else the library beside this package: the one that also has the GPU part, when it is there."""
+    """AKV_LIBRARY when set, else the library beside this package; the one with the GPU part, when it is there."""
     given = os.environ.get("AKV_LIBRARY")
     if given:
         return given

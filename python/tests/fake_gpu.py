@@ -81,7 +81,8 @@ class FakeGPU:
         assert own_bytes == OWN and scratch_bytes == SCRATCH * b.num_queries and stream == 7
         C.memset(own, 2, own_bytes)
         C.memset(scratch, 3, scratch_bytes)
-        keep = SimpleNamespace(**{name: getattr(b, name) for name, _ in _ffi_cuda.Batch._fields_ if name != "sequences"})
+        fields = [name for name, _ in _ffi_cuda.Batch._fields_ if name != "sequences"]
+        keep = SimpleNamespace(**{name: getattr(b, name) for name in fields})
         keep.sequences = []
         for i in range(b.num_sequences):
             s = b.sequences[i]

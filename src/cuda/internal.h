@@ -175,6 +175,9 @@ typedef struct akv_cuda_call {
     akv_cuda_step step;
 } akv_cuda_call;
 
+/* Let this kernel have so much dynamic shared memory, or more; on the current device. */
+cudaError_t akv_cuda_allow_shared(const void *kernel, size_t bytes);
+
 /* Launchers; defined beside their kernels. Each returns CUDA's error of the launch. */
 cudaError_t akv_cuda_prepare_parts(void);
 /*

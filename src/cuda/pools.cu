@@ -170,8 +170,7 @@ static const void *kernel_of(uint32_t dim, uint32_t group)
 extern "C" cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows)
 {
     const uint32_t group = group_of(rows);
-    return cudaFuncSetAttribute(kernel_of(dim, group), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                (int)shared_of(most_parts, most_anchors, dim, chunks, group));
+    return akv_cuda_allow_shared(kernel_of(dim, group), shared_of(most_parts, most_anchors, dim, chunks, group));
 }
 
 extern "C" cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream)

@@ -198,7 +198,7 @@ extern "C" size_t akv_cuda_queries_shared(const akv_span_shape *s)
 
 extern "C" cudaError_t akv_cuda_prepare_queries(uint32_t row_chunk, size_t shared_bytes)
 {
-    return cudaFuncSetAttribute(kernel_of(row_chunk), cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    return akv_cuda_allow_shared(kernel_of(row_chunk), shared_bytes);
 }
 
 extern "C" cudaError_t akv_cuda_launch_queries(const akv_cuda_call *call, cudaStream_t stream)

@@ -33,7 +33,7 @@ extern "C" size_t akv_cuda_span_shared(const akv_span_shape *s)
 
 extern "C" cudaError_t akv_cuda_prepare_spans(const akv_span_shape *s, size_t shared_bytes)
 {
-    return cudaFuncSetAttribute(find(s->dim, s->row_chunk, s->fast_steps)->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared_bytes);
+    return akv_cuda_allow_shared(find(s->dim, s->row_chunk, s->fast_steps)->kernel, shared_bytes);
 }
 
 extern "C" cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream)

@@ -296,6 +296,60 @@ static void shared_scratch(void)
     device_free(both);
 }
 
+/* Kernels keep the shared memory that an earlier plan of more anchors takes when a smaller plan is made after it. */
+static void smaller_plan_later(void)
+{
+    enum { LARGE = 1200, SMALL = 20 };
+    float *first = must(malloc(H * G * D * sizeof *first)), *again = must(malloc(H * G * D * sizeof *again));
+    akv_cuda_plan *plans[2] = {NULL, NULL};
+    void *memory[2], *ws[2], *queries = device_random(H * G * D, 3), *out = device_new(H * G * D * sizeof(float));
+    akv_segment *segments[2];
+    akv_cuda_segment *handles[2];
+    akv_diag diag = {0};
+    akv_cuda_step step;
+    akv_cuda_step_init(&step);
+    step.queries = queries;
+    step.query_stride_sequence = step.out_stride_sequence = H * G * D;
+    step.query_stride_head = step.query_stride_token = step.out_stride_head = step.out_stride_token = D;
+    step.out = out;
+    for (int i = 0; i < 2; i++) {
+        spec sp = {.name = "shared", .S = 5000, .H = H, .G = G, .dk = D, .dv = D, .W = 1, .rotary = D};
+        segments[i] = random_ladder_segment(&sp, i == 0 ? LARGE : SMALL, 0.5, 77 + (uint64_t)i);
+        size_t bytes = 0;
+        CHECK_STATUS(akv_cuda_upload_bytes(segments[i], &bytes, &diag), AKV_OK, &diag);
+        memory[i] = device_new(bytes);
+        CHECK_STATUS(akv_cuda_upload(segments[i], memory[i], bytes, NULL, &handles[i], &diag), AKV_OK, &diag);
+        const akv_cuda_segment *const list[1] = {handles[i]};
+        akv_cuda_sequence sequence = {.segments = list, .num_segments = 1};
+        akv_cuda_batch batch;
+        akv_cuda_batch_init(&batch);
+        batch.num_kv_heads = H;
+        batch.gqa_group = G;
+        batch.head_dim_k = batch.head_dim_v = D;
+        batch.num_sequences = 1;
+        batch.sequences = &sequence;
+        batch.out_dtype = AKV_F32;
+        batch.sm_scale = 0.125;
+        CHECK_STATUS(akv_cuda_workspace_bytes(&batch, &bytes, &diag), AKV_OK, &diag);
+        ws[i] = device_new(bytes);
+        CHECK_STATUS(akv_cuda_plan_create(&batch, ws[i], bytes, NULL, &plans[i], &diag), AKV_OK, &diag);
+        CHECK_STATUS(akv_cuda_attend(plans[0], &step, NULL, &diag), AKV_OK, &diag);
+        MUST_CUDA(cudaMemcpy(i == 0 ? first : again, out, H * G * D * sizeof(float), cudaMemcpyDeviceToHost));
+    }
+    CHECK(memcmp(first, again, H * G * D * sizeof *first) == 0);
+    for (int i = 0; i < 2; i++) {
+        akv_cuda_plan_destroy(plans[i]);
+        akv_cuda_segment_release(handles[i]);
+        akv_segment_release(segments[i]);
+        device_free(memory[i]);
+        device_free(ws[i]);
+    }
+    device_free(queries);
+    device_free(out);
+    free(first);
+    free(again);
+}
+
 static void refusals(void)
 {
     world w;
@@ -376,6 +430,7 @@ int main(int argc, char **argv)
     TEST(lengths_on_device_and_graph);
     TEST(outputs_of_16_bits);
     TEST(shared_scratch);
+    TEST(smaller_plan_later);
     TEST(refusals);
     return TEST_DONE();
 }

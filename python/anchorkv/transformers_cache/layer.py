@@ -68,7 +68,9 @@ class AnchorKVLayer(CacheLayerMixin):
             if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
                 raise TypeError(f"the model's {name} are {x.dtype}; load it in float32, float16 or bfloat16")
         if key_states.dtype != value_states.dtype and cuda.is_gpu(key_states.device):
-            raise TypeError(f"the model's keys are {key_states.dtype} and its values {value_states.dtype}; one is wanted")
+            raise TypeError(
+                f"the model's keys are {key_states.dtype} and its values {value_states.dtype}; one is wanted"
+            )
         if self.rope.dim > key_states.shape[-1]:
             raise ValueError(
                 f"layer {self.index}: keys have {key_states.shape[-1]} coordinates, the model this cache was made for "
@@ -90,7 +92,9 @@ class AnchorKVLayer(CacheLayerMixin):
                 self.settings.devices[device] = cuda.Shared(device)
             self.gpu = cuda.DeviceAttention(self.settings.devices[device])
         elif device.type != "cpu":
-            raise NotImplementedError(f"the model is on {device}; AnchorKVCache works on CUDA GPUs and the CPU: model.cpu()")
+            raise NotImplementedError(
+                f"the model is on {device}; AnchorKVCache works on CUDA GPUs and the CPU: model.cpu()"
+            )
         self.device = device
 
     @property
@@ -230,7 +234,8 @@ class AnchorKVLayer(CacheLayerMixin):
     # ------------------------------------------------------------------------------------------------------- attention
 
     def attend(self, underneath, module, query, key, value, mask, options):
-        self._check(module, query, options)
+        if self.gpu is None or self.gpu.plan is None or self.module is None or self.module() is not module:
+            self._check(module, query, options)  # what it reads is in the plan, where there is one
         self.pending = False
         self._observe(query, mask, options.get("position_ids"))
         if self.offset == 0:
