@@ -46,13 +46,13 @@ def on_cpu(run):
 @pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma2", "phi3", "ministral"])
 def test_generate_as_on_the_cpu(fake, name):
     model, ids = model_of(name), prompt(300)
-    want = on_cpu(lambda: generate(model, ids, AnchorKVCache(model.config, ratio=2), new=100))
+    want = on_cpu(lambda: generate(model, ids, AnchorKVCache(model.config, ratio=2), new=70))
     cache = AnchorKVCache(model.config, ratio=2)
-    assert_same(generate(model, ids, cache, new=100), want)
+    assert_same(generate(model, ids, cache, new=70), want)
     layers = len(cache.hosted)
-    assert fake.calls["attend"] == 99 * layers  # one call a layer and step
+    assert fake.calls["attend"] == 69 * layers  # one call a layer and step
     # a plan for each 64 tokens of the tail, and one to see whether the device can; nothing in between
-    assert fake.calls["plan"] == 1 + layers * -(-99 // (GROW_GPU + 1))
+    assert fake.calls["plan"] == 1 + layers * -(-69 // (GROW_GPU + 1))
     assert fake.calls["upload"] == layers
     report = cache.report()
     assert report["device_bytes"] == report["segment_bytes"] + 256 * layers
@@ -294,10 +294,11 @@ def test_gpu_other_streams_and_copies():
 
 
 @on_gpu
-def test_gpu_memory_falls():
-    """8 layers, 8,192 tokens, 128 MiB of keys and values: what a dense cache allocates, and ours."""
-    model = gpu_model(dtype=torch.bfloat16, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=8)
-    ids = prompt(8192).cuda()
+@pytest.mark.parametrize("heads, kv_heads, head_dim, tokens", [(12, 2, 128, 16384), (8, 8, 64, 8192)])
+def test_gpu_memory_falls(heads, kv_heads, head_dim, tokens):
+    """8 layers, 128 MiB of keys and values: what a dense cache allocates, and ours."""
+    sizes = dict(num_hidden_layers=8, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim)
+    model, ids = gpu_model(dtype=torch.bfloat16, max_position_embeddings=tokens + 64, **sizes), prompt(tokens).cuda()
     held, peak = {}, {}
     with torch.inference_mode():
         model(ids[:, :64])  # what libraries keep for themselves
@@ -316,8 +317,8 @@ def test_gpu_memory_falls():
                 counted = cache.nbytes()
             del cache
     print({k: (held[k] >> 10, peak[k] >> 10) for k in held}, counted >> 10, "KiB")
-    dense = 8192 * 8 * 8 * 64 * 2 * 2
+    dense = tokens * 8 * kv_heads * head_dim * 2 * 2
     assert held["dense"] >= dense
-    assert held["ours"] < dense / 7  # ten times smaller, more in the kernels' own form, their work space, the new tail
+    assert held["ours"] < dense / 6  # a tenth, up to 1.4 times as much in the kernels' own form, work space, new tail
     assert abs(held["ours"] - counted) < 1 << 20  # nbytes() says what is allocated
     assert peak["ours"] < peak["dense"] - 0.6 * dense  # at most two layers were dense at a time

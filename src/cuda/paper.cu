@@ -34,8 +34,7 @@ extern "C" size_t akv_cuda_paper_shared(uint32_t dim, uint32_t row_chunk, uint32
 extern "C" cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps,
                                               size_t shared_bytes)
 {
-    return cudaFuncSetAttribute(find(dim, row_chunk, fast_steps)->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                (int)shared_bytes);
+    return akv_cuda_allow_shared(find(dim, row_chunk, fast_steps)->kernel, shared_bytes);
 }
 
 extern "C" cudaError_t akv_cuda_launch_paper(const akv_cuda_call *call, cudaStream_t stream)
