@@ -306,7 +306,7 @@ static void stats(const chat *c)
     if (c->settings.goal.budget_bytes != 0)
         cli_note("budget       %s", cli_bytes(c->settings.goal.budget_bytes));
     cli_print_bytes_by_kind(stderr, &m.segments);
-    cli_note("compressed   %" PRIu32 " times, made smaller for the budget %" PRIu32 " times", m.rolls, m.retargets);
+    cli_note("compressed   %" PRIu32 " times, older parts made smaller %" PRIu32 " times", m.rolls, m.retargets);
     if (c->answer_seconds > 0.0)
         cli_note("answers      %" PRIu64 " tokens, %.1f tokens/s", c->answer_tokens,
                  (double)c->answer_tokens / c->answer_seconds);
@@ -520,7 +520,9 @@ const cli_command cli_cmd_chat = {
     "      --from DOC.akv   about this packed document\n"
     "      --session FILE   go on from this file if it is there, and write it after every answer; it is whole at any "
     "moment\n"
-    "      --ratio X        old turns together become X times smaller, the oldest most (10)\n"
+    "      --ratio X        the whole conversation takes X times less than uncompressed (10), the oldest turns least; 2048 tokens' "
+    "bytes\n"
+    "                       it may always take, so what is shorter stays exact\n"
     "      --keep R         the same the other way round\n"
     "      --budget BYTES   most that the cache may take, the document's and the exact tokens included: what was "
     "compressed is made\n"

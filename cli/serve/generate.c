@@ -239,6 +239,18 @@ static bool next_token(serve_generator *g, serve_job *job, const float *logits)
 
 /* ------------------------------------------------------------------------------------------------------------- step */
 
+/* From the first token behind the document, or of the text, on. */
+static akv_status begin_rolling(serve_generator *g, serve_job *job, akv_diag *diag)
+{
+    akv_llama_rolling rolling;
+    akv_llama_rolling_init(&rolling);
+    rolling.config.keep_ratio = g->keep_ratio;
+    rolling.from_token = job->document != NULL ? UINT32_MAX : 0;
+    const akv_status status = akv_llama_set_rolling(g->host, &rolling, diag);
+    job->rolls = status == AKV_OK;
+    return status;
+}
+
 static bool decode(serve_generator *g, serve_job *job, const int32_t *tokens, size_t n)
 {
     akv_diag diag = {AKV_OK, ""};
@@ -263,6 +275,8 @@ bool serve_generate(serve_generator *g, serve_job *job, double seconds)
             return next_token(g, job, g->opening_logits);
     }
     akv_status status = akv_llama_switch(g->host, job->conversation, &diag);
+    if (status == AKV_OK && !job->rolls)
+        status = begin_rolling(g, job, &diag);
     if (status != AKV_OK)
         return fail(job, status, &diag);
     if (job->prompt_done < job->num_prompt) {

@@ -206,6 +206,7 @@ typedef struct serve_job {
     /* the engine's */
     akv_llama_store *store;
     akv_llama_conversation *conversation;
+    bool rolls; /* its old tokens are compressed as it grows */
     size_t prompt_done;
     uint64_t random;
     int32_t token; /* said, not decoded yet */
@@ -261,6 +262,7 @@ typedef struct serve_generator {
     serve_documents *documents;
     uint32_t vocab_tokens;
     uint32_t batch_tokens;
+    double keep_ratio; /* of the conversations, beyond what they may always take */
     akv_llama_store *opening; /* of the last such token */
     float *opening_logits;    /* [vocab_tokens] behind it */
     double *scratch;          /* [2 * vocab_tokens] */

@@ -416,24 +416,29 @@ const float *akv_llama_logits(const akv_llama *host, int64_t index);
 /* How a conversation behind an attached store is kept small. */
 typedef struct akv_llama_rolling {
     size_t struct_size;
-    akv_config config;       /* of the segments; keep_ratio is that of all of them together: older ones keep less than
-                                newer ones. budget_bytes must be 0. executor NULL means the host's */
-    uint32_t segment_tokens; /* how many old tokens become one segment, at least; 1024 */
-    uint32_t keep_tokens;    /* how many of the latest stay exact, at least; 128 */
+    akv_config config;       /* of the segments; keep_ratio is that of the whole conversation, cells and exact tokens
+                                included: older tokens keep less than newer ones. budget_bytes must be 0. executor NULL
+                                means the host's */
+    uint32_t segment_tokens; /* how many old tokens become one segment; fewer when the older ones would suffer; 1024 */
+    uint32_t keep_tokens;    /* how many of the latest stay exact besides B's cells, at least; 0 */
     uint32_t from_token;     /* the tokens before this one stay as they are unless the budget asks for more: a document;
                                 UINT32_MAX (as initialised): all that is there already */
     uint64_t budget_bytes;   /* most that all segments and B's cells may take together, hosted layers; 0 = no limit */
+    uint32_t full_tokens;    /* the conversation may always take as many bytes as so many tokens uncompressed; 2048 */
 } akv_llama_rolling;
 
 void akv_llama_rolling_init(akv_llama_rolling *rolling); /* config as akv_config_init */
 
 /*
- * akv_llama_set_rolling() - from now on the oldest exact tokens of the conversation are compressed as it grows, the
- * queries asked last telling what is worth its bytes, and its older segments are made smaller so that new ones may be
- * larger. Layer shares (akv_llama_set_layer_shares) hold here too. Compressed segments (the document's too) are made
- * smaller when the budget would not hold. NULL ends it. Ends with akv_llama_detach.
- * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_INFEASIBLE (the budget is below what the
- * exact tokens take at most beside the document; the message says what is needed), AKV_E_NO_MEMORY.
+ * akv_llama_set_rolling() - from now on the conversation takes at most keep_ratio of its bytes, or what full_tokens of
+ * them take; whenever B's cells move, and now. Nothing is compressed before it has to be. Then older segments are made
+ * smaller, or exact tokens become a segment, the queries asked last telling what is worth its bytes; old neighbours of
+ * which little but the fixed part would be left become one. What cannot shrink that far becomes as small as it can.
+ * Layer shares (akv_llama_set_layer_shares) hold here too. Compressed segments (the document's too) are made smaller
+ * when the budget would not hold. NULL ends it. Ends with akv_llama_detach.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_INFEASIBLE (the budget is below what
+ * the exact tokens take at most beside the document; the message says what is needed. akv_llama_decode returns it when
+ * the compressed segments cannot shrink any more), AKV_E_NO_MEMORY.
  */
 akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolling, akv_diag *diag);
 
@@ -488,7 +493,7 @@ typedef struct akv_llama_memory {
     uint64_t dense_bytes;   /* what all tokens would take uncompressed in 16 bit, hosted layers */
     uint32_t num_segments;  /* all layers together */
     uint32_t rolls;         /* how often old tokens were compressed since attach */
-    uint32_t retargets;     /* how often segments were made smaller for the budget */
+    uint32_t retargets;     /* how often older segments were made smaller */
 } akv_llama_memory;
 
 void akv_llama_memory_init(akv_llama_memory *memory);

@@ -317,6 +317,7 @@ uint64_t akvl_token_bytes(const akv_llama *host);
 /* rolling.c: the latest queries of a layer; compress what has become old; free what belongs to it. */
 void akvl_rolling_observe(akv_llama *host, uint32_t layer, const struct ggml_tensor *q);
 akv_status akvl_roll(akv_llama *host, akv_diag *diag);
+uint32_t akvl_rolling_observing(const akv_llama *host); /* rows of the ring of queries */
 void akvl_rolling_forget(akv_llama *host);
 void akvl_rolling_free(akv_llama *host);
 

@@ -1,24 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rolling.c - old tokens of a conversation become compressed segments as it grows, and older segments give way to newer
- * ones: what one compression of everything would spend on a token falls with its age, and so do the targets here
- * (docs/method.md "a conversation"). Making a segment smaller later costs next to nothing beside having made it so at
- * once.
+ * rolling.c - old tokens of a conversation become compressed segments, and older segments smaller, as its bytes run out
+ * and not before: a short conversation stays exact (docs/method.md "a conversation").
  */
-#include "host.h"
+#include "rolling.h"
 
-#include <math.h>
 #include <string.h>
-
-/* Bytes of a token go with (age + AGE_OFFSET) ^ -AGE_FALL: about how one compression of a whole text spreads them. */
-#define AGE_OFFSET 256.0
-#define AGE_FALL 0.3
 
 /* Queries that observe. Each makes a token an anchor, and a short segment has few of those (docs/codec-log.md). */
 enum { OBSERVING = 8 };
 
 /* A new segment gets at most this share of its dense bytes: with more it would stay dense. */
 #define MOST_KEEP 0.9
+/* Codes take 4 of 16 bits and a gain a vector at most. The plan rounds tokens up to 1024, which would be paid for. */
+#define MOST_CODES 0.26
+
+/* Half of segment_tokens are compressed when otherwise the older segments would keep less than this share of what they
+ * keep then. */
+#define BALANCE 0.75
 
 void akv_llama_rolling_init(akv_llama_rolling *rolling)
 {
@@ -26,13 +25,14 @@ void akv_llama_rolling_init(akv_llama_rolling *rolling)
     rolling->struct_size = sizeof *rolling;
     akv_config_init(&rolling->config);
     rolling->segment_tokens = 1024;
-    rolling->keep_tokens = 128;
+    rolling->keep_tokens = 0;
+    rolling->full_tokens = 2048;
     rolling->from_token = UINT32_MAX;
 }
 
 /* ------------------------------------------------------------------------------------------------------- observing */
 
-static uint32_t observing(const akv_llama *host)
+uint32_t akvl_rolling_observing(const akv_llama *host)
 {
     return host->options.observation_queries < OBSERVING ? host->options.observation_queries : OBSERVING;
 }
@@ -56,7 +56,8 @@ void akvl_rolling_observe(akv_llama *host, uint32_t number, const struct ggml_te
 {
     if (!host->rolling.on)
         return;
-    const size_t W = observing(host), heads = (size_t)q->ne[2], dim = (size_t)q->ne[0], n = (size_t)q->ne[1];
+    const size_t W = akvl_rolling_observing(host), heads = (size_t)q->ne[2], dim = (size_t)q->ne[0],
+                 n = (size_t)q->ne[1];
     for (size_t t = n > W ? n - W : 0; t < n; t++)
         for (size_t h = 0; h < heads; h++)
             memcpy(host->rolling.queries[number] + (h * W + (host->rolling.seen[number] + t) % W) * dim,
@@ -64,16 +65,28 @@ void akvl_rolling_observe(akv_llama *host, uint32_t number, const struct ggml_te
     host->rolling.seen[number] += n;
 }
 
-/* --------------------------------------------------------------------------------------------------------- budget */
+/* ---------------------------------------------------------------------------------------------------------- limits */
 
-/*
- * Bytes that may be exact after a step: B's cells, what waits to be compressed (less than a segment), what stays exact
- * (less than a move of the cells more than asked for), and the exact segments of the document.
- */
-static uint64_t exact_bytes(const akv_llama *host, const akv_llama_rolling *r)
+/* Bytes that are exact: B's cells, the conversation's dense segments, and those of the document if it is to count. */
+static uint64_t exact_bytes(const akv_llama *host, bool document)
 {
+    uint64_t bytes = akvl_token_bytes(host) * (uint64_t)llama_n_ctx(host->tail);
+    for (uint32_t i = 0; i < host->num_layers; i++)
+        for (uint32_t s = 0; s < (akvl_is_hosted(host, i) ? host->running.counts[i] : 0); s++) {
+            const akv_segment_info info = akvl_info_of(host->running.lists[i][s]);
+            const bool old = info.first_position < (int64_t)host->rolling.options.from_token;
+            if (info.kind == AKV_SEGMENT_DENSE && (document || !old))
+                bytes += info.bytes.total;
+        }
+    return bytes;
+}
+
+/* The least that a budget has to hold: what may be exact when a segment is made. */
+static uint64_t least_budget(const akv_llama *host)
+{
+    const akv_llama_rolling *r = &host->rolling.options;
     const uint64_t cells = llama_n_ctx(host->tail);
-    uint64_t bytes = akvl_token_bytes(host) * (cells + (uint64_t)r->segment_tokens + r->keep_tokens + host->tail_limit);
+    uint64_t bytes = akvl_token_bytes(host) * (cells + r->keep_tokens + (uint64_t)host->tail_limit);
     for (uint32_t i = 0; i < host->num_layers; i++)
         for (uint32_t s = 0; s < (akvl_is_hosted(host, i) ? host->running.counts[i] : 0); s++) {
             const akv_segment_info info = akvl_info_of(host->running.lists[i][s]);
@@ -84,144 +97,26 @@ static uint64_t exact_bytes(const akv_llama *host, const akv_llama_rolling *r)
     return bytes;
 }
 
-/* What one segment takes, and what it should. */
-typedef struct part {
-    akv_segment **at; /* NULL: one that is still to be made */
-    uint64_t dense, now, least;
-    double weight; /* by age and layer */
-    uint64_t target;
-} part;
-
-typedef struct part_list {
-    part *parts;
-    size_t count;
-    uint64_t dense; /* of all */
-} part_list;
-
-/* Layers get what akv_llama_set_layer_shares said, brought to a mean of 1. */
-static double layer_share(const akv_llama *host, uint32_t i)
-{
-    double sum = 0.0;
-    uint32_t n = 0;
-    if (host->shares == NULL)
-        return 1.0;
-    for (uint32_t j = 0; j < host->num_layers; j++)
-        if (akvl_is_hosted(host, j)) {
-            sum += host->shares[j];
-            n++;
-        }
-    return sum > 0.0 ? host->shares[i] * n / sum : 1.0;
-}
-
-static void add_part(const akv_llama *host, part_list *list, uint32_t layer, int32_t first, uint64_t tokens, part p)
-{
-    const double middle = (double)first + 0.5 * (double)tokens;
-    p.weight = pow((double)host->tail_position - middle + AGE_OFFSET, -AGE_FALL) * layer_share(host, layer);
-    list->parts[list->count++] = p;
-    list->dense += p.dense;
-}
-
-/* The compressed segments whose tokens stand at `from` or later. */
-static akv_status list_parts(const akv_llama *host, int64_t from, part_list *list, akv_diag *diag)
-{
-    size_t most = host->num_layers; /* room for one new segment a layer */
-    for (uint32_t i = 0; i < host->num_layers; i++)
-        most += akvl_is_hosted(host, i) ? host->running.counts[i] : 0;
-    memset(list, 0, sizeof *list);
-    list->parts = akvl_new(most, sizeof *list->parts);
-    if (!list->parts)
-        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for a table of %zu segments", most);
-    for (uint32_t i = 0; i < host->num_layers; i++)
-        for (uint32_t s = 0; s < (akvl_is_hosted(host, i) ? host->running.counts[i] : 0); s++) {
-            akv_segment **at = &host->running.lists[i][s];
-            const akv_segment_info info = akvl_info_of(*at);
-            akv_retarget_info plan;
-            akv_retarget_info_init(&plan);
-            if (info.kind != AKV_SEGMENT_COMPRESSED || info.first_position < from)
-                continue;
-            part p = {.at = at, .dense = info.dense_bytes, .now = info.bytes.total, .least = info.bytes.total};
-            if (akv_segment_retarget_plan(*at, 1, &plan, NULL) == AKV_E_INFEASIBLE && plan.min_bytes < p.now)
-                p.least = plan.min_bytes;
-            add_part(host, list, i, info.first_position, info.shape.num_tokens, p);
-        }
-    return AKV_OK;
-}
-
-static uint64_t set_targets(part_list *list, double scale)
-{
-    uint64_t total = 0;
-    for (size_t k = 0; k < list->count; k++) {
-        part *p = &list->parts[k];
-        const double wanted = scale * p->weight * (double)p->dense;
-        p->target = wanted >= (double)p->now ? p->now : wanted <= (double)p->least ? p->least : (uint64_t)wanted;
-        total += p->target;
-    }
-    return total;
-}
-
-/* The largest targets, in proportion to the weights, whose sum is `room`; false when the least is more. */
-static bool fit(part_list *list, uint64_t room)
-{
-    double low = -60.0, high = 60.0; /* log2 of the scale */
-    if (set_targets(list, exp2(high)) <= room)
-        return true;
-    for (int round = 0; round < 60; round++) {
-        const double middle = 0.5 * (low + high);
-        *(set_targets(list, exp2(middle)) > room ? &high : &low) = middle;
-    }
-    return set_targets(list, exp2(low)) <= room;
-}
-
-/* Segments to their targets. An error (no memory) leaves some smaller already, and all of them valid. */
-static akv_status shrink(akv_llama *host, part_list *list, akv_diag *diag)
-{
-    akv_config config = host->rolling.options.config;
-    config.executor = config.executor ? config.executor : host->options.executor;
-    for (size_t k = 0; k < list->count; k++) {
-        part *p = &list->parts[k];
-        akv_segment *small;
-        if (!p->at || p->target >= p->now)
-            continue;
-        const akv_status status = akv_segment_retarget(*p->at, p->target, &config, &small, NULL, diag);
-        if (status != AKV_OK)
-            return status;
-        akv_segment_release(*p->at);
-        *p->at = small;
-    }
-    return AKV_OK;
-}
-
-static akv_status keep_budget(akv_llama *host, akv_diag *diag)
+/* What the conversation may take in all: its share of the ratio, but never less than full_tokens uncompressed. */
+static uint64_t ratio_limit(const akv_llama *host)
 {
     const akv_llama_rolling *r = &host->rolling.options;
-    if (r->budget_bytes == 0)
+    const double tokens = (double)host->tail_position - (double)r->from_token, full = (double)r->full_tokens;
+    const double kept = r->config.keep_ratio * (tokens > 0.0 ? tokens : 0.0);
+    return (uint64_t)((kept > full ? kept : full) * (double)akvl_token_bytes(host));
+}
+
+static akv_status check_budget(const akv_llama *host, akv_diag *diag)
+{
+    const akv_llama_rolling *r = &host->rolling.options;
+    const uint64_t least = least_budget(host);
+    if (r->budget_bytes == 0 || r->budget_bytes > least)
         return AKV_OK;
-    const uint64_t exact = exact_bytes(host, r);
-    if (exact >= r->budget_bytes)
-        return akvl_fail(diag, AKV_E_INFEASIBLE,
-                         "a budget of %llu bytes is below the %llu that the exact tokens may take (%u waiting to be "
-                         "compressed, %u that stay, the engine's cells, and what of the document is exact)",
-                         (unsigned long long)r->budget_bytes, (unsigned long long)exact, r->segment_tokens,
-                         r->keep_tokens);
-    part_list list;
-    akv_status status = list_parts(host, 0, &list, diag);
-    if (status == AKV_OK) {
-        uint64_t now = 0;
-        for (size_t k = 0; k < list.count; k++)
-            now += list.parts[k].now;
-        const uint64_t room = r->budget_bytes - exact;
-        if (!fit(&list, room))
-            status = akvl_fail(
-                diag, AKV_E_INFEASIBLE,
-                "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact "
-                "tokens",
-                (unsigned long long)room);
-        else if (now > room)
-            status = shrink(host, &list, diag);
-        host->retargets += status == AKV_OK && now > room;
-    }
-    free(list.parts);
-    return status;
+    return akvl_fail(
+        diag, AKV_E_INFEASIBLE,
+        "a budget of %llu bytes is below the %llu that the exact tokens may take (the engine's cells, %u tokens "
+        "that stay and those that wait to be compressed, and what of the document is exact)",
+        (unsigned long long)r->budget_bytes, (unsigned long long)least, r->keep_tokens);
 }
 
 akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolling, akv_diag *diag)
@@ -247,22 +142,25 @@ akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolli
         const akvl_layer *l = &host->tail_graph->layers[i];
         if (!akvl_is_hosted(host, i))
             continue;
-        r->queries[i] =
-            akvl_new((size_t)l->num_kv_heads * l->gqa_group * observing(host) * l->head_dim_k, sizeof(float));
+        r->queries[i] = akvl_new((size_t)l->num_kv_heads * l->gqa_group * akvl_rolling_observing(host) * l->head_dim_k,
+                                 sizeof(float));
         ok = r->queries[i] != NULL;
     }
+    r->on = true;
     akv_status status =
-        ok ? keep_budget(host, diag) : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the latest queries");
+        ok ? check_budget(host, diag) : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the latest queries");
+    if (status == AKV_OK)
+        status = akvl_roll(host, diag);
     if (status != AKV_OK)
         akvl_rolling_free(host);
-    else
-        r->on = true;
     return status;
 }
 
 /* -------------------------------------------------------------------------------------------------------- rolling */
 
-/* Dense segments at the end of a layer's list; *take of them, from the first on, with *tokens tokens may be compressed. */
+/*
+ * Dense segments at the end of a layer's list; *take of them, from the first on, with *tokens tokens may be compressed.
+ */
 static uint32_t waiting(const akv_llama *host, uint32_t i, uint32_t *take, uint64_t *tokens)
 {
     const akvl_running *r = &host->running;
@@ -287,7 +185,7 @@ static uint32_t waiting(const akv_llama *host, uint32_t i, uint32_t *take, uint6
 static void order_queries(const akv_llama *host, uint32_t i, float *out)
 {
     const akvl_layer *l = &host->tail_graph->layers[i];
-    const size_t W = observing(host), d = l->head_dim_k, seen = (size_t)host->rolling.seen[i];
+    const size_t W = akvl_rolling_observing(host), d = l->head_dim_k, seen = (size_t)host->rolling.seen[i];
     const size_t have = seen < W ? seen : W;
     for (size_t h = 0; h < (size_t)l->num_kv_heads * l->gqa_group; h++)
         for (size_t r = 0; r < W; r++) {
@@ -303,7 +201,7 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
 {
     const akvl_layer *l = &host->tail_graph->layers[i];
     akv_segment **segments = host->running.lists[i] + first;
-    const size_t H = l->num_kv_heads, dk = l->head_dim_k, dv = l->head_dim_v, W = observing(host);
+    const size_t H = l->num_kv_heads, dk = l->head_dim_k, dv = l->head_dim_v, W = akvl_rolling_observing(host);
     float *keys = akvl_new(H * (size_t)tokens, dk * sizeof *keys),
           *values = akvl_new(H * (size_t)tokens, dv * sizeof *values);
     float *queries = akvl_new(H * l->gqa_group * W, dk * sizeof *queries);
@@ -341,98 +239,190 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
     return status;
 }
 
-/* What will be compressed in each layer, as parts at the end of the list. */
-static akv_status list_new(const akv_llama *host, part_list *list, akv_diag *diag)
+/*
+ * What may be compressed in each layer, as parts at the end of the list. *tokens: of a layer; *bytes: what they take
+ * now in all layers.
+ */
+static akv_status list_new(const akv_llama *host, akvl_parts *list, uint64_t *tokens, uint64_t *bytes, akv_diag *diag)
 {
+    *tokens = *bytes = 0;
     for (uint32_t i = 0; i < host->num_layers; i++) {
         uint32_t take = 0;
-        uint64_t tokens = 0;
         if (!akvl_is_hosted(host, i))
             continue;
-        const uint32_t first = waiting(host, i, &take, &tokens);
-        if (take == 0 || tokens < host->rolling.options.segment_tokens)
+        const uint32_t first = waiting(host, i, &take, tokens);
+        if (take == 0)
             break; /* the layers are alike */
+        for (uint32_t s = first; s < first + take; s++)
+            *bytes += akvl_info_of(host->running.lists[i][s]).bytes.total;
         akv_layer layer;
         akv_plan_info plan;
         akv_diag inner = {.status = AKV_OK};
-        akvl_describe_layer(&host->tail_graph->layers[i], (int32_t)i, tokens, 0, &layer);
-        layer.shape.num_queries = observing(host);
+        akv_config config = host->rolling.options.config;
+        akvl_describe_layer(&host->tail_graph->layers[i], (int32_t)i, *tokens, 0, &layer);
+        layer.shape.num_queries = akvl_rolling_observing(host);
         layer.shape.dtype = AKV_F32;
         akv_plan_info_init(&plan);
-        const akv_status status = akv_plan(&layer.shape, &host->rolling.options.config, &plan, &inner);
+        config.keep_ratio = MOST_KEEP; /* the plan says how much of that the codes can use */
+        const akv_status status = akv_plan(&layer.shape, &config, &plan, &inner);
         if (status != AKV_OK && status != AKV_E_INFEASIBLE)
             return akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i,
-                             (unsigned long long)tokens, inner.message);
-        const uint64_t most = (uint64_t)(MOST_KEEP * (double)plan.dense_bytes);
-        add_part(
-            host, list, i, akvl_info_of(host->running.lists[i][first]).first_position, tokens,
-            (part){.dense = plan.dense_bytes, .now = most, .least = plan.min_bytes < most ? plan.min_bytes : most});
+                             (unsigned long long)*tokens, inner.message);
+        if (status != AKV_OK || plan.kind != AKV_SEGMENT_COMPRESSED) { /* too few of them */
+            list->count = list->old;
+            *tokens = 0;
+            break;
+        }
+        const uint64_t codes = (uint64_t)(MOST_CODES * (double)plan.dense_bytes),
+                       fixed = plan.bytes.total - plan.bytes.residuals;
+        const uint64_t most = fixed + codes < plan.bytes.total ? fixed + codes : plan.bytes.total;
+        akvl_add_part(host, list, i, akvl_info_of(host->running.lists[i][first]).first_position, *tokens,
+                      (akvl_part){.own = true, .dense = plan.dense_bytes, .now = most, .least = plan.min_bytes});
     }
     return AKV_OK;
 }
 
-/* The new segments take the places of those they were made from. */
-static void put_new(akv_llama *host, akv_segment **made)
+/* `made` takes the place of `take` segments of a layer. */
+static void put(akv_llama *host, uint32_t i, uint32_t first, uint32_t take, akv_segment *made)
 {
-    for (uint32_t i = 0; i < host->num_layers; i++) {
-        uint32_t take;
-        uint64_t tokens;
-        if (!made[i])
-            continue;
-        akv_segment **list = host->running.lists[i];
-        const uint32_t first = waiting(host, i, &take, &tokens);
-        for (uint32_t s = first; s < first + take; s++)
-            akv_segment_release(list[s]);
-        list[first] = made[i];
-        memmove(list + first + 1, list + first + take, (host->running.counts[i] - first - take) * sizeof *list);
-        host->running.counts[i] -= take - 1;
-    }
+    akv_segment **list = host->running.lists[i];
+    for (uint32_t s = first; s < first + take; s++)
+        akv_segment_release(list[s]);
+    list[first] = made;
+    memmove(list + first + 1, list + first + take, (host->running.counts[i] - first - take) * sizeof *list);
+    host->running.counts[i] -= take - 1;
 }
 
-/* Compress what waits into `list`'s last parts, and make the older ones smaller. */
-static akv_status roll(akv_llama *host, part_list *list, size_t old, akv_diag *diag)
+/* A segment that is made from others: in a layer, or nowhere (take 0). */
+typedef struct making {
+    uint32_t first, take;
+    akv_segment *made;
+} making;
+
+/* What waits becomes the list's last parts, two of the older ones become one (list->merge), the others smaller. */
+static akv_status make(akv_llama *host, const akvl_parts *list, making *news, making *merged, akv_diag *diag)
 {
-    const uint64_t room = (uint64_t)(host->rolling.options.config.keep_ratio * (double)list->dense);
-    if (!fit(list, room))
-        return akvl_fail(
-            diag, AKV_E_INFEASIBLE,
-            "segments of %u tokens cannot become %.1f times smaller: what each needs for itself is more; use a "
-            "smaller ratio",
-            host->rolling.options.segment_tokens, 1.0 / host->rolling.options.config.keep_ratio);
-    akv_segment **made = akvl_new(host->num_layers, sizeof(akv_segment *));
-    akv_status status =
-        made ? AKV_OK : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for a table of %u layers", host->num_layers);
-    size_t k = old;
-    for (uint32_t i = 0; status == AKV_OK && i < host->num_layers; i++) {
-        uint32_t take = 0;
+    akv_status status = AKV_OK;
+    for (size_t k = list->old; status == AKV_OK && k < list->count; k++) {
+        const akvl_part *p = &list->parts[k];
         uint64_t tokens = 0;
-        if (!akvl_is_hosted(host, i))
+        making *m = &news[p->layer];
+        m->first = waiting(host, p->layer, &m->take, &tokens);
+        status = compress_segments(host, p->layer, m->first, m->take, tokens, p->target, &m->made, diag);
+    }
+    for (size_t k = 0; status == AKV_OK && k + 1 < list->old; k++) {
+        const akvl_part *p = &list->parts[k];
+        if (!akvl_is_merged(list, k))
             continue;
-        const uint32_t first = waiting(host, i, &take, &tokens);
-        status = compress_segments(host, i, first, take, tokens, list->parts[k++].target, &made[i], diag);
+        making *m = &merged[p->layer];
+        m->first = (uint32_t)(p->at - host->running.lists[p->layer]);
+        m->take = 2;
+        status = compress_segments(host, p->layer, m->first, 2, p->tokens + p[1].tokens, p->target + p[1].target,
+                                   &m->made, diag);
+        k++;
     }
     if (status == AKV_OK)
-        status = shrink(host, list, diag); /* before the lists move: the parts point into them */
-    for (uint32_t i = 0; made && status != AKV_OK && i < host->num_layers; i++)
-        akv_segment_release(made[i]);
-    if (status == AKV_OK)
-        put_new(host, made);
-    free(made);
-    host->rolls += status == AKV_OK;
+        status = akvl_shrink_parts(host, list, diag); /* before the lists move: the parts point into them */
+    for (uint32_t i = 0; i < host->num_layers; i++) {
+        if (status != AKV_OK) {
+            akv_segment_release(news[i].made);
+            akv_segment_release(merged[i].made);
+            continue;
+        }
+        if (news[i].made) /* behind the merged ones */
+            put(host, i, news[i].first, news[i].take, news[i].made);
+        if (merged[i].made)
+            put(host, i, merged[i].first, 2, merged[i].made);
+    }
     return status;
 }
 
+static akv_status carry_out(akv_llama *host, const akvl_parts *list, akv_diag *diag)
+{
+    making *news = akvl_new(host->num_layers, sizeof *news), *merged = akvl_new(host->num_layers, sizeof *merged);
+    const akv_status status =
+        news && merged ? make(host, list, news, merged, diag)
+                       : akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for a table of %u layers", host->num_layers);
+    free(news);
+    free(merged);
+    bool smaller = false;
+    for (size_t k = 0; k < list->old; k++)
+        smaller = smaller || list->parts[k].target < list->parts[k].now;
+    host->rolls += status == AKV_OK && list->count > list->old;
+    host->retargets += status == AKV_OK && smaller;
+    return status;
+}
+
+static uint64_t less(uint64_t a, uint64_t b)
+{
+    return a > b ? a - b : 0;
+}
+
+static uint64_t sum_old_targets(const akvl_parts *list)
+{
+    uint64_t sum = 0;
+    for (size_t k = 0; k < list->old; k++)
+        sum += list->parts[k].own ? list->parts[k].target : 0;
+    return sum;
+}
+
+/* Whether there are queries to observe with: not right behind akv_llama_set_rolling. */
+static bool has_observed(const akv_llama *host)
+{
+    for (uint32_t i = 0; i < host->num_layers; i++)
+        if (host->rolling.seen[i] > 0)
+            return true;
+    return false;
+}
+
+/* Sets the targets of all parts, what is to be made new among them. */
+static akv_status decide(akv_llama *host, akvl_parts *list, uint64_t own_limit, uint64_t budget, akv_diag *diag)
+{
+    const akv_llama_rolling *r = &host->rolling.options;
+    const uint64_t own = exact_bytes(host, false), all = exact_bytes(host, true);
+    const bool fits = own <= own_limit && all <= budget && akvl_fit_parts(list, own_limit - own, budget - all);
+    const uint64_t alone = fits ? sum_old_targets(list) : 0;
+    uint64_t tokens = 0, waiting_bytes = 0;
+    akv_status status = AKV_OK;
+    if (!fits || has_observed(host))
+        status = list_new(host, list, &tokens, &waiting_bytes, diag);
+    if (status != AKV_OK)
+        return status;
+    if (tokens > 0 && all - waiting_bytes <= budget &&
+        akvl_fit_parts(list, less(own_limit, own - waiting_bytes), budget - (all - waiting_bytes)) &&
+        (!fits || tokens >= r->segment_tokens ||
+         (tokens >= r->segment_tokens / 2 && (double)alone < BALANCE * (double)sum_old_targets(list))))
+        return AKV_OK;
+    list->count = list->old;
+    if (all > budget || !akvl_fit_parts(list, less(own_limit, own), budget - all))
+        return akvl_fail(
+            diag, AKV_E_INFEASIBLE,
+            "the compressed segments cannot shrink to %llu bytes, which the budget leaves beside the exact tokens",
+            (unsigned long long)less(budget, all));
+    return AKV_OK;
+}
+
+/*
+ * B's cells have just moved, and have room for as many tokens again: now everything must fit into what it may take
+ * until then. At first nothing needs to be done; then the older segments become smaller; and when that costs them too
+ * much, what waits is compressed.
+ */
 akv_status akvl_roll(akv_llama *host, akv_diag *diag)
 {
     if (!host->rolling.on)
         return AKV_OK;
-    part_list list;
-    akv_status status = list_parts(host, host->rolling.options.from_token, &list, diag);
-    const size_t old = list.count;
-    if (status == AKV_OK)
-        status = list_new(host, &list, diag);
-    if (status == AKV_OK && list.count > old)
-        status = roll(host, &list, old, diag);
+    const uint64_t limit = ratio_limit(host);
+    const uint64_t budget = host->rolling.options.budget_bytes ? host->rolling.options.budget_bytes : UINT64_MAX;
+    akvl_parts list;
+    akv_status status = akvl_list_parts(host, &list, diag);
+    if (status == AKV_OK && (exact_bytes(host, false) + akvl_sum_now(&list, true) > limit ||
+                             exact_bytes(host, true) + akvl_sum_now(&list, false) > budget)) {
+        status = decide(host, &list, limit, budget, diag);
+        if (status == AKV_OK) {
+            akvl_choose_merge(host, &list);
+            status = carry_out(host, &list, diag);
+        }
+    }
     free(list.parts);
-    return status == AKV_OK ? keep_budget(host, diag) : status;
+    return status;
 }

@@ -221,7 +221,8 @@ def test_kills(t, model, folder, kills, seed):
     rng = random.Random(seed)
     have, lost, grown, most, files = 0, 0, 0, 0, 0
     for i in range(kills):
-        talk = Talk(t, "-m", model, "-n", "6", "-t", "1", "--ratio", "3", "--session", path)
+        # so small a budget that old turns are compressed on the way to 60
+        talk = Talk(t, "-m", model, "-n", "6", "-t", "1", "--budget", "13M", "--session", path)
         talk.say(b"".join(b"Say word %d.\n" % n for n in range(40)))
         # Every second one is ended after it has saved something, however busy the machine.
         patience = time.time() + (60 if i % 2 else 0)

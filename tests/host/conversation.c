@@ -10,7 +10,7 @@
 
 #include <string.h>
 
-enum { OPENING = 40, CELLS = 256, BATCH = 256, SPOKEN = 1000, REST = 64 };
+enum { OPENING = 40, CELLS = 256, BATCH = 256, SPOKEN = 1000, REST = 64, FULL = 600 };
 
 static akv_llama *g_host;
 static size_t g_vocab;
@@ -26,8 +26,8 @@ static akv_llama_memory memory_of(void)
     return m;
 }
 
-/* Attach the opening, kept exactly, and roll from there on. */
-static void begin(double keep, uint64_t budget)
+/* Attach the opening, kept exactly, and roll from there on; `full` tokens' bytes are always allowed. */
+static void begin(double keep, uint32_t full, uint64_t budget)
 {
     akv_llama_store *store = host_exactly(g_host, g_tokens, OPENING);
     akv_llama_store_release(store);
@@ -36,12 +36,13 @@ static void begin(double keep, uint64_t budget)
     r.config.keep_ratio = keep;
     r.segment_tokens = 256;
     r.keep_tokens = 64;
+    r.full_tokens = full;
     r.budget_bytes = budget;
     CHECK_OK(akv_llama_set_rolling(g_host, &r, diag));
 }
 
 /* Tokens [from, to) of the text, 100 at a time as a conversation would. */
-static void speak(size_t from, size_t to, uint64_t budget)
+static void speak(size_t from, size_t to, uint64_t budget) /* checks the budget at every step, 0 = none */
 {
     for (size_t at = from; at < to;) {
         const size_t n = to - at < 100 ? to - at : 100;
@@ -74,7 +75,7 @@ static float *logits_from(int32_t position, size_t n)
     return copy_logits(n);
 }
 
-/* In every layer an older compressed segment keeps less of its bytes than a newer one; all of them what was asked. */
+/* In every layer an older compressed segment keeps less of its bytes than a newer one. */
 static void check_ages(void)
 {
     akv_llama_store *store = NULL;
@@ -82,7 +83,6 @@ static void check_ages(void)
     akv_llama_store_parts_init(&parts);
     CHECK_OK(akv_llama_snapshot(g_host, &store, diag));
     CHECK_OK(akv_llama_store_get_parts(store, &parts, diag));
-    double bytes = 0.0, dense = 0.0;
     for (uint32_t i = 0; i < parts.num_layers; i++) {
         double before = 0.0;
         for (uint32_t s = 0; s < parts.layers[i].num_segments; s++) {
@@ -94,22 +94,24 @@ static void check_ages(void)
             const double keep = (double)info.bytes.total / (double)info.dense_bytes;
             CHECK(keep > before, "layer %u, segment %u keeps %.3f, the one before %.3f", i, s, keep, before);
             before = keep;
-            bytes += (double)info.bytes.total;
-            dense += (double)info.dense_bytes;
         }
+        CHECK(before > 0.0, "nothing is compressed in layer %u", i);
     }
-    CHECK(bytes <= 0.2 * dense && bytes > 0.18 * dense, "%g of %g bytes are kept, a fifth was asked for", bytes, dense);
     akv_llama_store_release(store);
 }
 
 static void test_rolling(void)
 {
-    begin(0.2, 0);
-    speak(OPENING, SPOKEN, 0);
+    begin(0.2, FULL, 0);
+    const uint64_t limit = memory_of().segments.total + memory_of().dense_bytes / OPENING * FULL;
+    /* exact as long as it fits: the opening, which is no part of the conversation, cells and one move */
+    speak(OPENING, OPENING + CELLS + 1, limit);
+    CHECK(memory_of().rolls == 0 && memory_of().segments.residuals == 0, "compressed without need");
+    speak(OPENING + CELLS + 1, SPOKEN, limit);
     const akv_llama_memory m = memory_of();
-    CHECK(m.rolls >= 2 && m.retargets == 0, "%u rolls, %u retargets", m.rolls, m.retargets);
+    CHECK(m.rolls >= 2 && m.retargets >= 1, "%u rolls, %u retargets", m.rolls, m.retargets);
     CHECK(m.segments.residuals > 0 && m.segments.dense > 0, "nothing compressed, or nothing exact");
-    printf("rolling at 5x: %d tokens, %.2f MiB dense, %.2f MiB in %u segments, %.2f MiB in cells\n", SPOKEN,
+    printf("rolling: %d tokens, %.2f MiB dense, %.2f MiB in %u segments, %.2f MiB in cells\n", SPOKEN,
            (double)m.dense_bytes / 1048576, (double)m.segments.total / 1048576, m.num_segments,
            (double)m.cell_bytes / 1048576);
     check_ages();
@@ -147,14 +149,14 @@ static void test_truncate(void)
 static void test_snapshot(void)
 {
     akv_llama_store *store = NULL;
-    begin(0.2, 0);
-    speak(OPENING, 800, 0);
+    begin(0.2, FULL, 0);
+    speak(OPENING, 760, 0); /* the next 32 stay in the cells: nothing rolls */
     CHECK_OK(akv_llama_snapshot(g_host, &store, diag));
-    CHECK_OK(akv_llama_decode(g_host, g_tokens + 800, 32, AKV_LLAMA_LOGITS_ALL, diag));
+    CHECK_OK(akv_llama_decode(g_host, g_tokens + 760, 32, AKV_LLAMA_LOGITS_ALL, diag));
     float *on = copy_logits(32);
     CHECK_OK(akv_llama_attach(g_host, store, diag));
-    CHECK(akv_llama_next_position(g_host) == 800, "goes on at %d", akv_llama_next_position(g_host));
-    CHECK_OK(akv_llama_decode(g_host, g_tokens + 800, 32, AKV_LLAMA_LOGITS_ALL, diag));
+    CHECK(akv_llama_next_position(g_host) == 760, "goes on at %d", akv_llama_next_position(g_host));
+    CHECK_OK(akv_llama_decode(g_host, g_tokens + 760, 32, AKV_LLAMA_LOGITS_ALL, diag));
     float *kept = copy_logits(32);
     const divergence d = compare_logits(on, kept, 32, g_vocab);
     print_divergence("snapshot", &d);
@@ -170,9 +172,9 @@ static void test_budget(void)
 {
     const akv_llama_memory m = memory_of();
     const uint64_t token = m.dense_bytes / (uint64_t)akv_llama_next_position(g_host);
-    /* exact at most: the opening, cells 256, waiting 256, staying 64, and a move of 256 */
-    const uint64_t budget = token * (OPENING + 256 + 256 + 64 + 256) + token * 72;
-    begin(0.2, budget);
+    /* exact at most: the opening, cells 256, staying 64, and a move of 256 */
+    const uint64_t budget = token * (OPENING + 256 + 64 + 256) + token * 72;
+    begin(0.2, 2048, budget);
     speak(OPENING, SPOKEN, budget);
     const akv_llama_memory after = memory_of();
     CHECK(after.rolls >= 2 && after.retargets >= 1, "%u rolls, %u retargets: the budget was never in the way",
@@ -240,7 +242,7 @@ static void compare_retargeted(void)
     CHECK_OK(akv_llama_decode(g_host, g_tokens + SPOKEN, REST, AKV_LLAMA_LOGITS_ALL, diag));
     float *dense = copy_logits(REST);
     const divergence spoken = compare_logits(dense, g_rolled, REST, g_vocab);
-    print_divergence("rolling at 5x", &spoken);
+    print_divergence("rolling", &spoken);
     CHECK(spoken.mean_kl < 0.3, "rolling compression lost the thread");
     static const double steps[][2] = {{0.1, 0.1}, {0.2, 0.1}};
     double anew = 0.0;

@@ -4,25 +4,31 @@
  * bytes in all: bytes, and the divergence from the exact cache of the tokens that follow. A measurement
  * (docs/sessions.md), not a test: it takes minutes.
  *
- * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] [--exact N]
- *                [--offset BYTES]
+ * usage: rolling MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--full N] [--segment N]
+ *                [--exact N] [--offset BYTES] [--rest N] [--parts 0] [--live 0]
+ *                [--try segment:N,exact:N,full:N,ratio:X]...
  *        rolling tiny:FOLDER - [the same]
  *
  * The second form makes a small random model with a long context in FOLDER and speaks random tokens: bytes alone, which
  * do not depend on what is said. The text is spoken in equal turns. "At once" is counted in two ways: everything
- * compressed, and with as many of the last tokens exact as the conversation has.
+ * compressed, and with as many of the last tokens exact as the conversation has. Where the difference comes from
+ * (--parts): the same pieces made from keys and values that were computed from an exact past, and those that were
+ * computed from the compressed past, kept exactly. --live 0 leaves out what has to be computed while it rolls, so that
+ * other settings (--try) cost little.
  */
-#include "common.h"
+#include "replay.h"
 #include "tiny_models.h"
 
 #include <string.h>
 
-enum { CELLS = 256, BATCH = 256, REST = 128, OPENING = 32 };
+enum { CELLS = 256, BATCH = 256, OPENING = 32 };
 
 static akv_llama *g_host;
-static size_t g_vocab;
+static size_t g_vocab, g_turns, g_rest;
 static int32_t *g_tokens;
 static akv_threads *g_threads;
+static double g_worst;
+static akv_llama_store *g_opening;
 
 static akv_llama_memory memory_of(void)
 {
@@ -34,16 +40,21 @@ static akv_llama_memory memory_of(void)
 
 static float *copy_logits(void)
 {
-    float *copy = malloc(REST * g_vocab * sizeof *copy);
+    float *copy = malloc(g_rest * g_vocab * sizeof *copy);
     CHECK(copy && akv_llama_logits(g_host, 0), "no logits");
-    memcpy(copy, akv_llama_logits(g_host, 0), REST * g_vocab * sizeof *copy);
+    memcpy(copy, akv_llama_logits(g_host, 0), g_rest * g_vocab * sizeof *copy);
     return copy;
 }
 
+/* What rolled is left as it is: the bytes that were counted are those that answer. */
 static float *rest_of(size_t n)
 {
-    CHECK_OK(akv_llama_decode(g_host, g_tokens + n, REST, AKV_LLAMA_LOGITS_ALL, diag));
-    return copy_logits();
+    if (akv_llama_history(g_host))
+        CHECK_OK(akv_llama_set_rolling(g_host, NULL, diag));
+    CHECK_OK(akv_llama_decode(g_host, g_tokens + n, g_rest, AKV_LLAMA_LOGITS_ALL, diag));
+    float *logits = copy_logits();
+    CHECK_OK(akv_llama_detach(g_host, diag));
+    return logits;
 }
 
 static double option(int argc, char **argv, const char *name, double standard)
@@ -66,13 +77,17 @@ static void attach_compressed(double keep)
     akv_llama_store_release(store);
 }
 
-static void say_divergence(const char *name, const float *dense, const float *logits, double rolled)
+/* divergence, and how many times another's that is */
+static double say_divergence(const char *name, const float *dense, float *logits, double other)
 {
-    const divergence d = compare_logits(dense, logits, REST, g_vocab);
-    printf("%-44s mean divergence %.5f, top %zu of %d", name, d.mean_kl, d.same_top, REST);
-    if (rolled > 0.0)
-        printf("; rolling has %.2f times it", rolled / d.mean_kl);
+    const divergence d = compare_logits(dense, logits, g_rest, g_vocab);
+    printf("%-52s mean divergence %.5f, top %zu of %zu", name, d.mean_kl, d.same_top, g_rest);
+    if (other > 0.0)
+        printf("; rolling has %.2f times it", other / d.mean_kl);
     printf("\n");
+    fflush(stdout);
+    free(logits);
+    return d.mean_kl;
 }
 
 static void open_model(const char *path)
@@ -114,76 +129,152 @@ static size_t open_tiny(const char *folder, size_t want)
     return want;
 }
 
+/* The largest share of the dense bytes in the last ten turns. */
+static void after_turn(size_t turn)
+{
+    const akv_llama_memory now = memory_of();
+    const double share = (double)(now.segments.total + now.cell_bytes) / (double)now.dense_bytes;
+    g_worst = turn + 10 > g_turns && share > g_worst ? share : g_worst;
+}
+
+static void attach_opening(const akv_llama_rolling *rolling)
+{
+    CHECK_OK(akv_llama_attach(g_host, g_opening, diag));
+    CHECK_OK(akv_llama_set_rolling(g_host, rolling, diag));
+}
+
+/* "segment:512,full:1024" */
+static akv_llama_rolling parse_try(akv_llama_rolling r, const char *text)
+{
+    for (const char *at = text; *at; at += strcspn(at, ","), at += *at == ',') {
+        char name[16];
+        double value;
+        CHECK(sscanf(at, "%15[a-z]:%lf", name, &value) == 2, "not understood: %s", at);
+        if (strcmp(name, "segment") == 0)
+            r.segment_tokens = (uint32_t)value;
+        else if (strcmp(name, "exact") == 0)
+            r.keep_tokens = (uint32_t)value;
+        else if (strcmp(name, "full") == 0)
+            r.full_tokens = (uint32_t)value;
+        else if (strcmp(name, "ratio") == 0)
+            r.config.keep_ratio = 1.0 / value;
+        else
+            CHECK(0, "there is no %s", name);
+    }
+    return r;
+}
+
+typedef struct footprint {
+    uint64_t all, dense; /* bytes, cells as they are used */
+    size_t exact;        /* tokens, those in cells among them */
+} footprint;
+
+/* replayed: what would be in cells is a dense segment */
+static footprint say_bytes(size_t N, bool replayed)
+{
+    const akv_llama_memory m = memory_of();
+    const uint64_t token = m.dense_bytes / N;
+    const size_t in_cells = replayed ? 0 : (N - OPENING - 1) % CELLS + 1; /* they move when the next token comes */
+    footprint f = {m.segments.total + token * in_cells, m.dense_bytes, in_cells + (size_t)(m.segments.dense / token)};
+    printf("%zu tokens, %u rolls: %.2f MiB in %u segments, %zu tokens exact, %.2f MiB of %.2f, %.2f times smaller\n", N,
+           m.rolls, (double)m.segments.total / 1048576, m.num_segments, f.exact, (double)f.all / 1048576,
+           (double)m.dense_bytes / 1048576, (double)m.dense_bytes / (double)f.all);
+    if (!replayed)
+        printf("with the cells as allocated %.2f times; at the worst of the last ten turns %.2f times\n",
+               (double)m.dense_bytes / (double)(m.segments.total + m.cell_bytes), 1.0 / g_worst);
+    fflush(stdout);
+    return f;
+}
+
 int main(int argc, char **argv)
 {
     CHECK(argc >= 3 && argc % 2 == 1,
-          "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--segment N] "
-          "[--exact N] [--offset BYTES]",
+          "usage: %s MODEL.gguf TEXT [--tokens N] [--turns N] [--ratio X] [--budget X] [--full N] [--segment N] "
+          "[--exact N] [--offset BYTES] [--rest N] [--parts 0] [--live 0] [--try segment:N,...]...",
           argv[0]);
-    const size_t N = (size_t)option(argc, argv, "--tokens", 7400), turns = (size_t)option(argc, argv, "--turns", 50);
-    const size_t offset = (size_t)option(argc, argv, "--offset", 0);
+    const size_t N = (size_t)option(argc, argv, "--tokens", 7400), offset = (size_t)option(argc, argv, "--offset", 0);
+    const bool live = option(argc, argv, "--live", 1) != 0, parts = !live || option(argc, argv, "--parts", 1) != 0;
+    g_rest = (size_t)option(argc, argv, "--rest", 128);
+    g_turns = (size_t)option(argc, argv, "--turns", 50);
     akv_llama_rolling r;
     akv_llama_rolling_init(&r);
     r.config.keep_ratio = 1.0 / option(argc, argv, "--ratio", 10);
     r.segment_tokens = (uint32_t)option(argc, argv, "--segment", r.segment_tokens);
     r.keep_tokens = (uint32_t)option(argc, argv, "--exact", r.keep_tokens);
+    r.full_tokens = (uint32_t)option(argc, argv, "--full", r.full_tokens);
     r.from_token = 0;
+    akv_llama_rolling never = r; /* nothing has to be compressed */
+    never.full_tokens = 1u << 30;
 
-    const int tiny = strncmp(argv[1], "tiny:", 5) == 0;
-    const size_t count = tiny ? open_tiny(argv[1] + 5, N + REST) : open_text(argv[1], argv[2], offset, N + REST);
-    CHECK(N > OPENING + CELLS && count >= N + REST && turns > 0, "the text has %zu tokens from there", count);
-
-    akv_llama_store_release(host_exactly(g_host, g_tokens, OPENING));
+    const bool tiny = strncmp(argv[1], "tiny:", 5) == 0;
+    const size_t count = tiny ? open_tiny(argv[1] + 5, N + g_rest) : open_text(argv[1], argv[2], offset, N + g_rest);
+    CHECK(N > OPENING + CELLS && g_rest > 0 && count >= N + g_rest && g_turns > 0, "the text has %zu tokens from there",
+          count);
+    g_opening = host_exactly(g_host, g_tokens, OPENING);
     const double smaller = option(argc, argv, "--budget", 0);
     if (smaller > 0.0) /* so many times less than all tokens take uncompressed */
         r.budget_bytes = (uint64_t)((double)(memory_of().dense_bytes / OPENING * N) / smaller);
-    CHECK_OK(akv_llama_set_rolling(g_host, &r, diag));
-    double worst = 0.0;
-    for (size_t at = OPENING, turn = 1; turn <= turns; turn++) {
-        const size_t to = OPENING + (N - OPENING) * turn / turns;
-        if (to > at)
-            CHECK_OK(akv_llama_decode(g_host, g_tokens + at, to - at, AKV_LLAMA_LOGITS_LAST, diag));
-        at = to;
-        const akv_llama_memory now = memory_of();
-        const double share = (double)(now.segments.total + now.cell_bytes) / (double)now.dense_bytes;
-        worst = turn + 10 > turns && share > worst ? share : worst;
+    footprint f = {0};
+    recording *said = NULL, *read = NULL;
+    float *rolled = NULL, *pieces = NULL, *past = NULL;
+    if (live) {
+        CHECK_OK(akv_llama_set_rolling(g_host, &r, diag));
+        said = record(g_host, g_tokens, OPENING, N, g_turns, after_turn);
+        f = say_bytes(N, false);
+        if (tiny)
+            return 0;
+        rolled = rest_of(N);
     }
-    const akv_llama_memory m = memory_of();
-    const uint64_t token = m.dense_bytes / N;
-    const size_t in_cells = (N - OPENING - 1) % CELLS + 1; /* they move when the next token comes */
-    const size_t exact = in_cells + (size_t)(m.segments.dense / token);
-    const uint64_t all = m.segments.total + token * in_cells;
-    printf("%zu tokens in %zu turns, %u rolls: %.2f MiB in %u segments, %zu tokens exact (%zu of them in cells)\n", N,
-           turns, m.rolls, (double)m.segments.total / 1048576, m.num_segments, exact, in_cells);
-    printf("in all %.2f MiB of %.2f: %.2f times smaller; with the cells as allocated %.2f times\n",
-           (double)all / 1048576, (double)m.dense_bytes / 1048576, (double)m.dense_bytes / (double)all,
-           (double)m.dense_bytes / (double)(m.segments.total + m.cell_bytes));
-    printf("of the last ten turns the one with most bytes, cells as allocated: %.2f times smaller\n", 1.0 / worst);
-    fflush(stdout);
-    if (tiny)
-        return 0;
-    CHECK_OK(akv_llama_set_rolling(g_host, NULL, diag)); /* the bytes above are those that answer */
-    float *rolled = rest_of(N);
-    CHECK_OK(akv_llama_detach(g_host, diag));
+    if (parts) {
+        attach_opening(&never);
+        read = record(g_host, g_tokens, OPENING, N, 1, NULL);
+        attach_opening(&r);
+        replay(g_host, read, g_tokens, N);
+        const footprint again = say_bytes(N, true);
+        CHECK(!live || (again.exact == f.exact && again.all < f.all + f.all / 100), "the replay took other bytes");
+        f = again;
+        pieces = rest_of(N);
+        if (live) {
+            attach_opening(NULL);
+            replay(g_host, said, g_tokens, N);
+            past = rest_of(N);
+        }
+    }
+    recording_free(said);
+    const uint64_t token = f.dense / N;
 
-    CHECK_OK(akv_llama_prefill(g_host, g_tokens, N - exact, exact + REST, diag));
-    attach_compressed((double)(all - token * exact) / (double)(token * (N - exact)));
-    CHECK_OK(akv_llama_decode(g_host, g_tokens + N - exact, exact, AKV_LLAMA_LOGITS_LAST, diag));
+    CHECK_OK(akv_llama_prefill(g_host, g_tokens, N - f.exact, f.exact + g_rest, diag));
+    attach_compressed((double)(f.all - token * f.exact) / (double)(token * (N - f.exact)));
+    CHECK_OK(akv_llama_decode(g_host, g_tokens + N - f.exact, f.exact, AKV_LLAMA_LOGITS_LAST, diag));
     float *with_tail = rest_of(N);
-    CHECK_OK(akv_llama_detach(g_host, diag));
-
-    CHECK_OK(akv_llama_extend(g_host, g_tokens + N - exact, exact, diag));
-    attach_compressed((double)all / (double)m.dense_bytes);
+    CHECK_OK(akv_llama_extend(g_host, g_tokens + N - f.exact, f.exact, diag));
+    attach_compressed((double)f.all / (double)f.dense);
     float *once = rest_of(N);
-    CHECK_OK(akv_llama_detach(g_host, diag));
     float *dense = rest_of(N);
-    const double kl = compare_logits(dense, rolled, REST, g_vocab).mean_kl;
-    say_divergence("rolling", dense, rolled, 0.0);
+    double kl = 0.0;
+    if (live)
+        kl = say_divergence("rolling", dense, rolled, 0.0);
+    if (parts)
+        say_divergence("the same pieces of keys computed from an exact past", dense, pieces, kl);
+    if (past)
+        say_divergence("computed from a compressed past, kept exactly", dense, past, kl);
     say_divergence("at once, all of it compressed", dense, once, kl);
     say_divergence("at once, the same last tokens exact", dense, with_tail, kl);
-    free(rolled);
-    free(with_tail);
-    free(once);
+    for (int i = 3; parts && i + 1 < argc; i += 2) {
+        if (strcmp(argv[i], "--try") != 0)
+            continue;
+        printf("-- %s\n", argv[i + 1]);
+        const akv_llama_rolling other = parse_try(r, argv[i + 1]);
+        attach_opening(&other);
+        replay(g_host, read, g_tokens, N);
+        f = say_bytes(N, true);
+        kl = say_divergence("pieces of keys computed from an exact past", dense, rest_of(N), 0.0);
+        CHECK_OK(akv_llama_rewind(g_host, diag));
+        attach_compressed((double)f.all / (double)f.dense);
+        say_divergence("at once", dense, rest_of(N), kl);
+    }
+    recording_free(read);
+    akv_llama_store_release(g_opening);
     free(dense);
     akv_llama_free_tokens(g_tokens);
     akv_llama_close(g_host);
