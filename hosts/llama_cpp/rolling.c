@@ -419,7 +419,8 @@ akv_status akvl_roll(akv_llama *host, akv_diag *diag)
                              exact_bytes(host, true) + akvl_sum_now(&list, false) > budget)) {
         status = decide(host, &list, limit, budget, diag);
         if (status == AKV_OK) {
-            akvl_choose_merge(host, &list);
+            if (has_observed(host))
+                akvl_choose_merge(host, &list);
             status = carry_out(host, &list, diag);
         }
     }
