@@ -481,7 +481,7 @@ class AnchorKVLayer(CacheLayerMixin):
             shape = dict(num_tokens=tokens, num_kv_heads=k.shape[0], gqa_group=q.shape[0] // k.shape[0])
             shape.update(head_dim=k.shape[2], head_dim_v=v.shape[2], rotary_dim=self.rope.dim, window=window)
             keep_ratio = s.shared.keep_of(self.index, tuple({**shape, "has_positions": not consecutive}.items()))
-        # akv_compress reads host memory. A compressor on the GPU would take k, v, q and m as they are, here.
+        # akv_compress reads host memory. akv_cuda_compress would take k, v, q and m where they are, here.
         k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
         segment = compress(
             k,
