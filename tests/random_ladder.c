@@ -115,6 +115,16 @@ static void draw_side(const spec *s, const akv_header *h, uint8_t *blob, int sid
         sigmas[i] = akv_f32_to_bf16((float)(0.05 + random_unit(rng)));
 }
 
+/* Positions: every second (1); runs, short gaps and long ones (2); few and far between (3). */
+static int32_t gap_after(int gaps, uint64_t p)
+{
+    if (gaps == 1)
+        return 2;
+    if (gaps == 3)
+        return 40 + (int32_t)(p % 7);
+    return p % 311 == 310 ? 700 : p % 97 == 96 ? 70 : p % 23 == 22 ? 3 : 1;
+}
+
 akv_segment *random_ladder_segment(const spec *s, uint32_t num_anchors, double density, uint64_t seed)
 {
     akv_rng rng = akv_rng_stream(seed, 1003, 0);
@@ -215,10 +225,10 @@ akv_segment *random_ladder_segment(const spec *s, uint32_t num_anchors, double d
 
     akv_segment *segment = must(akv_segment_new(NULL, at));
     uint8_t *blob = (uint8_t *)(uintptr_t)segment->blob;
-    if (s->gaps) { /* every second position */
-        int32_t *pos = (int32_t *)(void *)(blob + h.sections[AKV_SEC_POSITIONS].offset);
-        for (uint64_t p = 0; p < S; p++)
-            pos[p] = s->first_position + 2 * (int32_t)p + (p > 0 && p + 1 == S);
+    if (s->gaps) {
+        int32_t *pos = (int32_t *)(void *)(blob + h.sections[AKV_SEC_POSITIONS].offset), next = s->first_position;
+        for (uint64_t p = 0; p < S; p++, next += gap_after(s->gaps, p))
+            pos[p] = next + (s->gaps == 1 && p > 0 && p + 1 == S);
         h.last_position = pos[S - 1];
     }
     memcpy(blob, &h, sizeof h);

@@ -130,6 +130,11 @@ static akv_status check_data(const akv_attend_params *p, akv_diag *diag)
     return AKV_OK;
 }
 
+static bool has_gaps(const akv_header *h)
+{
+    return h->sections[AKV_SEC_POSITIONS].offset != 0;
+}
+
 /* The first segment that turns as segment i does, both for the kernels of quad.h: its tables serve. */
 static uint32_t same_turn(const akv_attend_params *p, uint32_t i)
 {
@@ -137,7 +142,7 @@ static uint32_t same_turn(const akv_attend_params *p, uint32_t i)
     const double *inv_freq = akv_section_of(p->segments[i], AKV_SEC_INV_FREQ);
     for (uint32_t j = 0; j < i; j++) {
         const akv_header *other = akv_header_of(p->segments[j]);
-        if (akv_quad_fits(other) && other->rotary_dim == h->rotary_dim &&
+        if (akv_quad_fits(p->segments[j]) && other->rotary_dim == h->rotary_dim && has_gaps(other) == has_gaps(h) &&
             memcmp(akv_section_of(p->segments[j], AKV_SEC_INV_FREQ), inv_freq, h->rotary_dim / 2 * sizeof *inv_freq) == 0)
             return j;
     }
@@ -155,15 +160,18 @@ static void carve(akv_call *c, akv_arena *arena)
     c->num_parts = parts_of(p->tail_tokens, p->num_kv_heads);
     uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
-    akv_quad_sizes quad = {0, 0, 0, 0, (uint32_t)akv_round_up(p->head_dim_k > p->head_dim_v ? p->head_dim_k : p->head_dim_v, 4)};
+    akv_quad_sizes quad = {0};
+    quad.dim = (uint32_t)akv_round_up(p->head_dim_k > p->head_dim_v ? p->head_dim_k : p->head_dim_v, 4);
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
         c->num_parts += parts_of(h->num_tokens, p->num_kv_heads);
         if (h->kind != AKV_SEGMENT_COMPRESSED)
             continue;
-        if (akv_quad_fits(h)) {
+        if (akv_quad_fits(p->segments[i])) {
             const akv_quad_shape shape = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style);
             quad.padded_planes = shape.padded_planes > quad.padded_planes ? shape.padded_planes : quad.padded_planes;
+            if (has_gaps(h))
+                quad.gap_planes = shape.padded_planes > quad.gap_planes ? shape.padded_planes : quad.gap_planes;
             quad.padded_rest = shape.padded_rest > quad.padded_rest ? shape.padded_rest : quad.padded_rest;
             quad.anchors = h->num_anchors > quad.anchors ? h->num_anchors : quad.anchors;
             quad.levels = h->num_levels > quad.levels ? h->num_levels : quad.levels;
@@ -189,7 +197,7 @@ static void carve(akv_call *c, akv_arena *arena)
     c->rooms = AKV_TAKE(arena, akv_quad_table_room, p->num_segments);
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        if (!akv_quad_fits(h))
+        if (!akv_quad_fits(p->segments[i]))
             continue;
         const uint64_t PP = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style).padded_planes;
         const bool own = same_turn(p, i) == i;
@@ -200,7 +208,10 @@ static void carve(akv_call *c, akv_arena *arena)
         room.fast = 0;
         room.middle = AKV_TAKE(arena, float, own ? 2 * PP : 0);
         room.step = AKV_TAKE(arena, double, own ? 2 * PP : 0);
-        room.begin = AKV_TAKE(arena, double, 2 * PP * parts_of(h->num_tokens, p->num_kv_heads));
+        room.begin = AKV_TAKE(arena, double, has_gaps(h) ? 0 : 2 * PP * parts_of(h->num_tokens, p->num_kv_heads));
+        room.turns = AKV_TAKE(arena, double, own && has_gaps(h) ? 32 * PP : 0);
+        if (!has_gaps(h))
+            room.turns = NULL;
         if (arena->base != NULL)
             c->rooms[i] = room;
     }
@@ -248,7 +259,7 @@ static void make_quad_tables(akv_call *c, uint32_t i)
     const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
     const uint32_t planes = h->rotary_dim / 2, PP = (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), from = same_turn(c->params, i);
     const uint32_t heads = c->params->num_kv_heads;
-    const size_t parts = parts_of(h->num_tokens, heads);
+    const size_t parts = has_gaps(h) ? 0 : parts_of(h->num_tokens, heads);
     double *begin = c->rooms[i].begin;
     if (from == i)
         akv_quad_tables(inv_freq, planes, PP, &c->rooms[i]);
@@ -258,7 +269,8 @@ static void make_quad_tables(akv_call *c, uint32_t i)
         akv_rope_phase(inv_freq, planes, (int64_t)h->first_position + (int64_t)(part * part_tokens(h->num_tokens, heads)), at, at + PP);
     }
     const akv_quad_table_room *room = &c->rooms[from];
-    const akv_turn_table table = {NULL, NULL, room->turn16, room->mean, room->moments, room->middle, room->step, begin, room->fast};
+    const akv_turn_table table = {NULL, NULL, room->turn16, room->mean, room->moments, room->middle, room->step, begin, room->turns,
+                                  room->fast};
     c->tables[i] = table;
 }
 
@@ -269,10 +281,10 @@ static void make_tables(akv_call *c)
     float *at = c->table_floats;
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
+        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
         c->tables[i] = none;
         uint32_t planes = h->rotary_dim / 2;
-        if (akv_quad_fits(h)) {
+        if (akv_quad_fits(p->segments[i])) {
             make_quad_tables(c, i);
             continue;
         }
@@ -359,7 +371,7 @@ static void run_task(void *opaque, size_t index)
             akv_partial at = {out->max + r, out->sum + r, out->acc + (size_t)r * p->head_dim_v};
             some.row0 += r;
             some.rows = c->rows - r < AKV_ATTEND_ROWS ? c->rows - r : AKV_ATTEND_ROWS;
-            if (akv_quad_fits(h))
+            if (akv_quad_fits(segment))
                 akv_attend_ladder_quads(&some, segment, &c->tables[i], scratch, &at);
             else if (h->coding == AKV_CODING_LADDER)
                 akv_attend_ladder(&some, segment, &c->tables[i], scratch, &at);

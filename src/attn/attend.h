@@ -49,6 +49,7 @@ typedef struct akv_quad_scratch {
     uint8_t *run;       /* [24 KiB] of code_sums */
     float *coords;      /* [dim][4] */
     float *vectors;     /* [4][dim] */
+    int16_t *turn16;    /* [64][2][padded planes], where positions have gaps */
 } akv_quad_scratch;
 
 /* Scratch of one running task of tiles.c. */
@@ -68,6 +69,7 @@ typedef struct akv_tile_scratch {
 /* Largest sizes among the segments of a call. */
 typedef struct akv_quad_sizes {
     uint32_t padded_planes, padded_rest, anchors, levels, dim;
+    uint32_t gap_planes; /* padded planes where positions have gaps */
 } akv_quad_sizes;
 
 /* Scratch of one running task. */
@@ -97,7 +99,8 @@ typedef struct akv_turn_table {
     const float *moments;  /* [6][padded planes] */
     const float *middle;   /* [2][padded planes] cosine, sine of 31.5 positions */
     const double *step;    /* [2][padded planes] of 64 positions */
-    const double *begin;   /* [parts][2][padded planes] of each part's first position */
+    const double *begin;   /* [parts][2][padded planes] of each part's first position, when positions are consecutive */
+    const double *turns;   /* [16][2][padded planes] of 0 to 7 positions, then 0 to 56 by eights, when they have gaps */
     uint32_t fast;         /* planes whose mean goes by table */
 } akv_turn_table;
 
@@ -109,6 +112,7 @@ typedef struct akv_quad_table_room {
     float *middle;
     double *step;
     double *begin;
+    double *turns; /* NULL: not wanted */
     uint32_t fast;
 } akv_quad_table_room;
 
@@ -156,7 +160,7 @@ void akv_attend_ladder_tiles(const akv_task *task, const akv_segment *segment, a
 void akv_dense_row(const akv_kernels *kernels, const akv_tensor *t, uint32_t head, uint64_t token, uint32_t dim, float *out);
 
 /* The same four rows at a time, for segments that akv_quad_fits. */
-bool akv_quad_fits(const akv_header *h);
+bool akv_quad_fits(const akv_segment *segment);
 void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
                              akv_partial *out);
 void akv_quad_take(akv_arena *arena, const akv_quad_sizes *sizes, akv_quad_scratch *scratch);

@@ -18,6 +18,8 @@ typedef struct quad_range {
     const akv_header *header;
     const akv_turn_table *table;
     const uint16_t *coords;
+    const int32_t *positions; /* NULL: consecutive */
+    const double *inv_freq;
     akv_quad_scratch *s;
     akv_ladder_view side[AKV_SIDES];
     akv_quad_shape shape;
@@ -28,10 +30,22 @@ typedef struct quad_range {
     uint32_t rows; /* 1..4 of the quad that exist */
 } quad_range;
 
-bool akv_quad_fits(const akv_header *h)
+/* With fewer tokens than one in so many positions, turning the queries anew for each handful costs more than the kernels save. */
+#define MOST_GAP 12
+
+static const int32_t *positions_of(const akv_segment *segment)
 {
-    return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER && h->sections[AKV_SEC_POSITIONS].offset == 0 &&
-           h->head_dim[0] <= AKV_QUAD_MAX_DIM && h->head_dim[1] <= AKV_QUAD_MAX_DIM && h->index_bits <= 20;
+    return akv_header_of(segment)->sections[AKV_SEC_POSITIONS].offset != 0 ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
+}
+
+bool akv_quad_fits(const akv_segment *segment)
+{
+    const akv_header *h = akv_header_of(segment);
+    if (h->kind != AKV_SEGMENT_COMPRESSED || h->coding != AKV_CODING_LADDER || h->head_dim[0] > AKV_QUAD_MAX_DIM ||
+        h->head_dim[1] > AKV_QUAD_MAX_DIM || h->index_bits > 20)
+        return false;
+    const int32_t *positions = positions_of(segment);
+    return positions == NULL || ((int64_t)positions[h->num_tokens - 1] - positions[0]) / MOST_GAP < (int64_t)h->num_tokens;
 }
 
 void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *s)
@@ -53,6 +67,7 @@ void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *
     s->run = AKV_TAKE(arena, uint8_t, 24576);
     s->coords = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
     s->vectors = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
+    s->turn16 = AKV_TAKE(arena, int16_t, AKV_QUAD_TILE * 2 * (uint64_t)n->gap_planes);
 }
 
 static int8_t *level_query(const quad_range *c, uint32_t l)
@@ -248,6 +263,69 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
     }
 }
 
+/* The phase of position `at` -> that of `to`. Drift below 1e-13, since every block begins with an exact one. */
+static void move_phase(const quad_range *c, int64_t at, int64_t to)
+{
+    const uint32_t PP = c->shape.padded_planes;
+    double *co = c->s->phase, *si = c->s->phase + PP;
+    if (to < at || to - at >= 8 * AKV_QUAD_TILE) {
+        akv_rope_phase(c->inv_freq, c->shape.planes, to, co, si);
+        return;
+    }
+    while (at < to) {
+        const uint32_t left = to - at < AKV_QUAD_TILE ? (uint32_t)(to - at) : AKV_QUAD_TILE;
+        const uint32_t by = left == AKV_QUAD_TILE || left < 8 ? left : left & ~7u;
+        const double *turn = by == AKV_QUAD_TILE ? c->table->step : c->table->turns + 2 * (size_t)PP * (by < 8 ? by : 8 + by / 8);
+        for (uint32_t j = 0; j < PP; j++) {
+            const double x = co[j] * turn[j] - si[j] * turn[PP + j];
+            si[j] = si[j] * turn[j] + co[j] * turn[PP + j];
+            co[j] = x;
+        }
+        at += by;
+    }
+}
+
+/*
+ * anchor_logits where positions have gaps: as many tokens at a time as lie within 64 positions from the first of them, side by side as if
+ * they were a tile, each with its own row of the table of turns.
+ */
+static void anchor_logits_gaps(const quad_range *c, uint64_t b0, uint32_t n)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    const uint32_t PP = c->shape.padded_planes;
+    const int32_t *positions = c->positions + b0;
+    uint32_t anchor[AKV_BLOCK_TOKENS + 16] = {0};
+    float weight[AKV_BLOCK_TOKENS + 16] = {0};
+    float mean[AKV_QUAD_TILE * AKV_QUAD_ROWS], tile[AKV_QUAD_TILE * AKV_QUAD_ROWS] = {0};
+    for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
+        fetch_tile(c, b0 + t);
+        fetch_end(c, b0 + t);
+        tile_anchors(c, AKV_SIDE_K, b0 + t, n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE, anchor + t, weight + t);
+    }
+    int64_t at = INT64_MAX; /* exact at first */
+    for (uint32_t i = 0, m; i < n; i += m) {
+        const int64_t base = positions[i];
+        for (m = 1; m < AKV_QUAD_TILE && i + m < n && positions[i + m] - base < AKV_QUAD_TILE; m++)
+            continue;
+        move_phase(c, at, base);
+        at = base + AKV_QUAD_TILE;
+        c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
+        c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, mean);
+        const int16_t *turn16 = c->table->turn16;
+        const bool gaps = positions[i + m - 1] - base >= (int64_t)m;
+        for (uint32_t k = 0; gaps && k < akv_round_up(m, 16); k++) {
+            const int64_t offset = k < m ? positions[i + k] - base : 0;
+            memcpy(c->s->turn16 + (size_t)k * 2 * PP, turn16 + offset * 2 * PP, 2 * (size_t)PP * sizeof *turn16);
+        }
+        for (uint32_t k = 0; k < m; k++)
+            memcpy(tile + akv_quad_slot(k) * 4, mean + akv_quad_slot((uint32_t)(positions[i + k] - base)) * 4, 4 * sizeof *tile);
+        c->kernels->anchor_logits(v->anchors, &c->shape, gaps ? c->s->turn16 : turn16, c->s->query16, anchor + i, weight + i,
+                                  c->anchor_scale, m, tile);
+        for (uint32_t k = 0; k < m; k++)
+            memcpy(c->s->logits + (size_t)akv_quad_slot(i + k) * 4, tile + akv_quad_slot(k) * 4, 4 * sizeof *tile);
+    }
+}
+
 static void residuals(const quad_range *c, int side, uint64_t block, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[side];
@@ -364,6 +442,8 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
     c.header = h;
     c.table = table;
     c.coords = akv_section_of(segment, AKV_SEC_COORDS);
+    c.positions = positions_of(segment);
+    c.inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
     c.s = &s->quad;
     c.shape = akv_quad_shape_of(dk, h->rotary_dim, (akv_rope_style)h->rope_style);
     for (int side = 0; side < AKV_SIDES; side++) {
@@ -392,14 +472,19 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));
         for (uint32_t l = 0; l < h->num_levels; l++)
             memset(level_sums(&c, l), 0, (size_t)c.level[AKV_SIDE_V][l].fours * 64 * sizeof(float));
-        memcpy(c.s->phase, table->begin + 2 * (size_t)c.shape.padded_planes * task->part,
-               2 * (size_t)c.shape.padded_planes * sizeof(double));
+        memset(c.s->phase, 0, 2 * (size_t)c.shape.padded_planes * sizeof(double));
+        if (c.positions == NULL)
+            memcpy(c.s->phase, table->begin + 2 * (size_t)c.shape.padded_planes * task->part,
+                   2 * (size_t)c.shape.padded_planes * sizeof(double));
 
         for (uint64_t b0 = task->begin; b0 < task->end; b0 += AKV_BLOCK_TOKENS) {
             const uint32_t n = (uint32_t)(task->end - b0 < AKV_BLOCK_TOKENS ? task->end - b0 : AKV_BLOCK_TOKENS);
             const uint64_t block = b0 / AKV_BLOCK_TOKENS;
             float shrink[AKV_QUAD_ROWS];
-            anchor_logits(&c, b0, n);
+            if (c.positions == NULL)
+                anchor_logits(&c, b0, n);
+            else
+                anchor_logits_gaps(&c, b0, n);
             residuals(&c, AKV_SIDE_K, block, n);
             if (block_weights(&c, n, &f, shrink))
                 shrink_sums(&c, shrink);
@@ -421,96 +506,4 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
                 out->acc[(size_t)(row0 + r) * dv + i] *= down;
         }
     }
-}
-
-/* (x, y)[l] = (a, b)[l] times (c, s)[l], lanes side by side so that compilers vectorise them. */
-static void turn_lanes(const double *a, const double *b, const double *c, const double *s, double *x, double *y)
-{
-    for (uint32_t l = 0; l < AKV_QUAD_LANES; l++) {
-        const double co = a[l] * c[l] - b[l] * s[l], si = b[l] * c[l] + a[l] * s[l];
-        x[l] = co;
-        y[l] = si;
-    }
-}
-
-/*
- * The tables of 32 planes from j0 on. Offset o = 8 a + b turns by eights[a] times ones[b], both exact to 1e-15: made in every call, and a
- * call over 2000 tokens is short. turn16 is rounded from products in fp32, which are off by 5e-3 of its steps at most.
- */
-static void lane_tables(const double *inv_freq, uint32_t n, uint32_t j0, uint32_t PP, const akv_quad_table_room *room)
-{
-    enum { L = AKV_QUAD_LANES };
-    double half[2][L], ones[9][2][L], eights[9][2][L];
-    float one[8][2][L], eight[8][2][L];
-    for (uint32_t l = 0; l < L; l++) { /* padding: no turn */
-        half[0][l] = 1.0;
-        half[1][l] = 0.0;
-        if (l < n)
-            akv_sincos(0.5 * inv_freq[l], &half[1][l], &half[0][l]);
-        ones[0][0][l] = eights[0][0][l] = 1.0;
-        ones[0][1][l] = eights[0][1][l] = 0.0;
-    }
-    turn_lanes(half[0], half[1], half[0], half[1], ones[1][0], ones[1][1]);
-    for (uint32_t b = 2; b <= 8; b++)
-        turn_lanes(ones[b - 1][0], ones[b - 1][1], ones[1][0], ones[1][1], ones[b][0], ones[b][1]);
-    for (uint32_t a = 1; a <= 8; a++)
-        turn_lanes(eights[a - 1][0], eights[a - 1][1], ones[8][0], ones[8][1], eights[a][0], eights[a][1]);
-    memcpy(room->step + j0, eights[8][0], sizeof eights[8][0]);
-    memcpy(room->step + PP + j0, eights[8][1], sizeof eights[8][1]);
-    for (uint32_t i = 0; i < 8; i++)
-        for (uint32_t l = 0; l < L; l++) {
-            one[i][0][l] = (float)ones[i][0][l];
-            one[i][1][l] = (float)ones[i][1][l];
-            eight[i][0][l] = (float)eights[i][0][l] * (float)(1 << AKV_QUAD_TURN_BITS);
-            eight[i][1][l] = (float)eights[i][1][l] * (float)(1 << AKV_QUAD_TURN_BITS);
-        }
-    const float whole = 0x1.8p23f; /* adding and taking it away rounds to a whole number */
-    for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
-        int16_t *turn = room->turn16 + ((size_t)o * PP + j0) * 2;
-        const float *c = eight[o / 8][0], *s = eight[o / 8][1], *x = one[o % 8][0], *y = one[o % 8][1];
-        for (uint32_t l = 0; l < L; l++)
-            turn[l] = (int16_t)(int32_t)((c[l] * x[l] - s[l] * y[l] + whole) - whole);
-        for (uint32_t l = 0; l < L; l++)
-            turn[L + l] = (int16_t)(int32_t)((s[l] * x[l] + c[l] * y[l] + whole) - whole);
-    }
-    for (uint32_t l = 0; l < L && j0 + l < room->fast; l++) { /* (8 a + b + 1/2) theta */
-        float *mean = room->mean + (size_t)(j0 + l) * 64;
-        double x[8], y[8];
-        for (uint32_t b = 0; b < 8; b++) {
-            x[b] = ones[b][0][l];
-            y[b] = ones[b][1][l];
-        }
-        for (uint32_t a = 0; a < 4; a++) {
-            const double co = eights[a][0][l] * half[0][l] - eights[a][1][l] * half[1][l];
-            const double si = eights[a][1][l] * half[0][l] + eights[a][0][l] * half[1][l];
-            for (uint32_t b = 0; b < 8; b++) {
-                mean[8 * a + b] = (float)(co * x[b] - si * y[b]);
-                mean[32 + 8 * a + b] = (float)(si * x[b] + co * y[b]);
-            }
-        }
-    }
-    double co[L], si[L]; /* 31.5 theta */
-    turn_lanes(eights[3][0], eights[3][1], ones[7][0], ones[7][1], co, si);
-    turn_lanes(co, si, half[0], half[1], co, si);
-    for (uint32_t l = 0; l < L; l++) {
-        room->middle[j0 + l] = (float)co[l];
-        room->middle[PP + j0 + l] = (float)si[l];
-    }
-}
-
-void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_planes, akv_quad_table_room *room)
-{
-    const uint32_t PP = padded_planes;
-    memset(room->moments, 0, 6 * (size_t)PP * sizeof *room->moments);
-    room->fast = planes;
-    while (room->fast > 0 && 31.5 * fabs(inv_freq[room->fast - 1]) <= AKV_QUAD_SLOW)
-        room->fast--;
-    for (uint32_t j = room->fast; j < planes; j++) {
-        const double x = 32 * inv_freq[j];
-        const double moment[6] = {1.0, -x * x / 2, x * x * x * x / 24, x, -x * x * x / 6, x * x * x * x * x / 120};
-        for (uint32_t k = 0; k < 6; k++)
-            room->moments[k * PP + j] = (float)moment[k];
-    }
-    for (uint32_t j0 = 0; j0 < PP; j0 += AKV_QUAD_LANES)
-        lane_tables(inv_freq + j0, planes - j0 < AKV_QUAD_LANES ? planes - j0 : AKV_QUAD_LANES, j0, PP, room);
 }

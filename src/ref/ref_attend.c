@@ -131,12 +131,14 @@ static bool gather(const akv_attend_params *params, int side, uint32_t head, dou
     return true;
 }
 
-/* Whether attention sums whole numbers over this segment. */
+/* Whether attention sums whole numbers over this segment: not where tokens are few and far between, 12 positions each. */
 static bool is_whole(const akv_segment *segment)
 {
     const akv_header *h = akv_segment_data(segment, NULL);
+    const int32_t *positions =
+        h->sections[AKV_SEC_POSITIONS].offset != 0 ? akv_section_of(segment, AKV_SEC_POSITIONS) : NULL;
     return h->kind == AKV_SEGMENT_COMPRESSED && h->coding == AKV_CODING_LADDER &&
-           h->sections[AKV_SEC_POSITIONS].offset == 0;
+           (positions == NULL || ((int64_t)positions[h->num_tokens - 1] - positions[0]) / 12 < (int64_t)h->num_tokens);
 }
 
 /*

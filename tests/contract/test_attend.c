@@ -487,6 +487,10 @@ static void ladder(void)
              .segment_kind = "l", .seed = 6);
         CASE(.name = "ladder gaps", .style = styles[i], .gaps = 1, .first_position = 99, .segment_tokens = {1100},
              .segment_kind = "l", .seed = 7);
+        CASE(.name = "ladder gaps of all lengths", .style = styles[i], .gaps = 2, .first_position = -700, .T = 2,
+             .segment_tokens = {2100, 70}, .segment_kind = "ll", .seed = 9);
+        CASE(.name = "ladder few tokens far apart", .style = styles[i], .gaps = 3, .segment_tokens = {300}, .segment_kind = "l",
+             .seed = 10);
         CASE(.name = "ladder soft-cap, sinks", .style = styles[i], .softcap = 5, .sinks = 1, .T = 2, .tail = 30,
              .mask = 'm', .segment_tokens = {1100, 10, 300}, .segment_kind = "l3c", .seed = 8);
     }
