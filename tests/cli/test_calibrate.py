@@ -72,6 +72,21 @@ def test_use(t, folder, model, book, shares):
     t.check(rows[0]["kld"] != rows[1]["kld"] and rows[1]["ratio"] >= 6, "eval: the split has no effect, or costs bytes")
 
 
+def test_chat(t, folder, model, book, shares):
+    """A conversation whose old part has to be compressed: the layers' bytes differ, the budget holds."""
+    with open(book, encoding="utf-8") as source:
+        said = "Read this: " + source.read()[:4000].replace("\n", " ") + "\nWhat is it about?\n"
+    session, out, budget = os.path.join(folder, "talk.akv"), os.path.join(folder, "talk.json"), 14 << 20
+    t.run("chat", "-m", model, "-n", "4", "-t", "2", "--shares", shares, "--budget", str(budget), "--session", session, "--json", out,
+          stdin=said.encode(), err="turns saved")
+    report = load(out)
+    t.check(report["rolls"] > 0, f"chat: nothing was compressed: {report}")
+    t.check(report["segment_bytes"] + report["cell_bytes"] <= budget, f"chat: more than the budget: {report}")
+    t.run("info", "--json", out, session)
+    sizes = [layer["bytes"]["total"] - layer["bytes"]["dense"] for layer in load(out)["layers"]]
+    t.check(max(sizes) > 1.2 * min(sizes) > 0, f"chat: the layers' bytes hardly differ: {min(sizes)}..{max(sizes)}")
+
+
 def test_refusals(t, folder, model, book, shares):
     good = load(shares)
 
@@ -118,6 +133,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         shares = test_file(t, folder, args.model, args.text)
         test_use(t, folder, args.model, args.text, shares)
+        test_chat(t, folder, args.model, args.text, shares)
         test_refusals(t, folder, args.model, args.text, shares)
         t.check(not [name for name in os.listdir(folder) if name.endswith(".tmp")], "a temporary file was left behind")
     return t.end()
