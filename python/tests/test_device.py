@@ -28,7 +28,10 @@ no_gpu = pytest.mark.skipif(HAS_GPU, reason="a real GPU is here")
 
 @pytest.fixture
 def fake(monkeypatch):
-    return FakeGPU().install(monkeypatch)
+    gc.collect()  # caches that an earlier test left in cycles: they must not release their handles into this one
+    gpu = FakeGPU().install(monkeypatch)
+    yield gpu
+    gc.collect()
 
 
 def on_cpu(run):
