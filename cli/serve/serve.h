@@ -206,11 +206,11 @@ typedef struct serve_job {
     /* the engine's */
     akv_llama_store *store;
     akv_llama_conversation *conversation;
-    bool rolls; /* its old tokens are compressed as it grows */
     size_t prompt_done;
     uint64_t random;
     int32_t token; /* said, not decoded yet */
     bool has_token;
+    bool rolls;         /* its old tokens are compressed as it grows */
     cli_buffer pending; /* text that may still become a stop string or a character */
     cJSON *pending_logprobs;
     struct serve_job *next; /* in the queue; its lock */

@@ -146,9 +146,8 @@ void akvl_choose_merge(const akv_llama *host, akvl_parts *list)
             if (p->number != number || p[1].layer != p->layer)
                 continue;
             any = true;
-            if (!p->own || p->at + 1 != p[1].at || p->tokens > 2 * p[1].tokens || p[1].tokens > 2 * p->tokens)
-                fits = false;
-            else if (least_together(host, p) >= p->target + p[1].target)
+            if (!p->own || p->at + 1 != p[1].at || p->tokens > 2 * p[1].tokens || p[1].tokens > 2 * p->tokens ||
+                least_together(host, p) >= p->target + p[1].target)
                 fits = false;
             targets += p->target + p[1].target;
             least += p->least + p[1].least;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* segment.c - life of a segment object: create, retain, release, describe. */
 #if defined(__linux__) && !defined(_DEFAULT_SOURCE)
-#  define _DEFAULT_SOURCE 1 /* madvise, where only POSIX was asked for */
+#  define _DEFAULT_SOURCE 1 /* madvise, where only POSIX was asked for. NOLINT(bugprone-reserved-identifier,cert-*) */
 #endif
 #include "core/segment.h"
 #include "core/sizes.h"
