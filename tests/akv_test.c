@@ -21,12 +21,21 @@ int test_check(int ok, const char *file, int line, const char *format, ...)
     return 0;
 }
 
+unsigned test_thin(void)
+{
+    const char *text = getenv("AKV_TEST_THIN");
+    const unsigned long n = text != NULL ? strtoul(text, NULL, 10) : 1;
+    return n >= 1 && n <= 1000 ? (unsigned)n : 1;
+}
+
 void test_init(int argc, char **argv)
 {
     memset(&test_, 0, sizeof test_);
     test_.argc = argc;
     test_.argv = argv;
     setvbuf(stdout, NULL, _IOLBF, 0);
+    if (test_thin() != 1)
+        printf("thinned: long loops do 1 of %u of their rounds (AKV_TEST_THIN)\n", test_thin());
 }
 
 void test_run(const char *name, void (*fn)(void))

@@ -6,6 +6,9 @@
  *   int main(int argc, char **argv) { TEST_INIT(argc, argv); TEST(sums); return TEST_DONE(); }
  *
  * A case passes when no check in it fails. `program NAME...` runs only the cases whose names contain one of the words.
+ *
+ * AKV_TEST_THIN=N in the environment lets long loops (random cases, damaged bytes) do an N-th of their rounds, for emulators
+ * and valgrind; each program says so in its first line, and make check runs without it.
  */
 #ifndef AKV_TEST_H
 #define AKV_TEST_H
@@ -35,6 +38,7 @@ int test_check(int ok, const char *file, int line, const char *format, ...)
 #endif
     ;
 void test_init(int argc, char **argv);
+unsigned test_thin(void); /* N of AKV_TEST_THIN, else 1 */
 void test_run(const char *name, void (*fn)(void));
 int test_done(void);
 

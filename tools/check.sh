@@ -11,6 +11,7 @@ jobs=${AKV_JOBS:-$(nproc 2>/dev/null || echo 2)}
 # Tests run side by side. libllama's threads would otherwise spin while they wait for each other, each taking a processor
 # from the very thread it waits for.
 export OMP_WAIT_POLICY=passive
+unset AKV_TEST_THIN # every round of every test
 export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1}
 
 total=0 failed=0 broken=0

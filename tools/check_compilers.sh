@@ -13,7 +13,8 @@
 #   cppcheck  cppcheck with tools/cppcheck.txt, no finding
 #
 # tools/deps.sh compilers brings what they need. Binaries under build/clang, build/musl and build/aarch64. AKV_JOBS=N parallel
-# jobs; AKV_TESTS=REGEX runs only these tests of clang, musl and aarch64.
+# jobs; AKV_TESTS=REGEX runs only these tests of clang, musl and aarch64; AKV_TEST_THIN=N lets long loops of random cases and
+# damaged bytes do an N-th of their rounds (tests/akv_test.h).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 jobs=${AKV_JOBS:-$(nproc 2>/dev/null || echo 2)}

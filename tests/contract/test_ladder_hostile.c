@@ -116,6 +116,7 @@ enum { SAMPLES = 5 };
 
 static void flips(void)
 {
+    const size_t thin = test_thin();
     for (int number = 0; number < SAMPLES; number++) {
         akv_segment *segment = sample(number);
         size_t bytes;
@@ -124,7 +125,7 @@ static void flips(void)
         CHECK(try_bytes(blob, bytes, "unharmed", 0));
         /* every bit of the header and whole bytes; of the body the lowest and the highest bit */
         const uint8_t masks[] = {0x01, 0x80, 0x02, 0x04, 0x08, 0x10, 0x20, 0x40, 0xff};
-        for (size_t at = 0; at < bytes; at += at < sizeof(akv_header) ? 1 : 7)
+        for (size_t at = 0; at < bytes; at += at < sizeof(akv_header) ? 1 : 7 * thin)
             for (size_t m = 0; m < (at < sizeof(akv_header) ? sizeof masks : 2u); m++) {
                 blob[at] ^= masks[m];
                 if (try_bytes(blob, bytes, "flip", at))
@@ -148,7 +149,7 @@ static void random_damage(void)
         akv_segment *segment = sample(number);
         size_t bytes;
         uint8_t *blob = exact_copy(segment, &bytes), *saved = exact_copy(segment, &bytes);
-        for (int round = 0; round < 3000; round++) {
+        for (int round = 0; round < 3000 / (int)test_thin(); round++) {
             int count = 1 + (int)akv_rng_below(&rng, 4);
             for (int i = 0; i < count; i++)
                 blob[akv_rng_below(&rng, akv_rng_below(&rng, 2) ? sizeof(akv_header) : bytes)] = (uint8_t)akv_rng_next(&rng);
@@ -163,11 +164,12 @@ static void random_damage(void)
 
 static void truncations(void)
 {
+    const size_t thin = test_thin();
     for (int number = 0; number < SAMPLES; number++) {
         akv_segment *segment = sample(number);
         size_t bytes;
         uint8_t *blob = exact_copy(segment, &bytes);
-        for (size_t n = 0; n < bytes; n += n < sizeof(akv_header) ? 1 : 63) {
+        for (size_t n = 0; n < bytes; n += n < sizeof(akv_header) ? 1 : 63 * thin) {
             uint8_t *part = must(malloc(n + (n == 0))); /* exact, so that a read beyond it shows */
             memcpy(part, blob, n);
             akv_segment *out = NULL;
@@ -176,7 +178,7 @@ static void truncations(void)
             free(part);
         }
         /* shortened, and the header says so */
-        for (size_t n = sizeof(akv_header); n < bytes; n += 64) {
+        for (size_t n = sizeof(akv_header); n < bytes; n += 64 * thin) {
             uint8_t *part = must(aligned_alloc(64, n));
             memcpy(part, blob, n);
             ((akv_header *)(void *)part)->total_bytes = n;
