@@ -52,6 +52,14 @@ INLINE void store_tokens(float *out, __m512 a, __m512 b, __m512 c, __m512 d)
     _mm512_storeu_ps(out + 48, d);
 }
 
+/* Lanes of four vectors summed by four: [4 parts][4 vectors]. */
+INLINE __m512 row_parts(const __m512 v[4])
+{
+    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1])); /* a02 b02 a13 b13 */
+    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    return _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+}
+
 /* Sums of the lanes of four vectors. */
 INLINE __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d)
 {

@@ -34,34 +34,66 @@ void akv_avx512_unpack_anchors(const uint8_t *index, uint32_t index_bits, const 
     }
 }
 
+/* 16 doubles as floats. */
+INLINE __m512 cosines(const double *p)
+{
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(_mm512_loadu_pd(p))), _mm512_cvtpd_ps(_mm512_loadu_pd(p + 8)), 1);
+}
+
+/* Four rows of 32 planes, rounded to 16 bits: out [4 eights][4 rows][8]; a[r] the first sixteen of row r, b[r] the others. */
+INLINE void store_eights(int16_t *out, const __m512 *a, const __m512 *b)
+{
+    /* fours 0, 1 of both rows, then 2, 3; of the first sixteen, of the others */
+    const __m512i first = _mm512_setr_epi64(0, 2, 8, 10, 4, 6, 12, 14), other = _mm512_setr_epi64(1, 3, 9, 11, 5, 7, 13, 15);
+    __m512i w[4];
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+        w[r] = _mm512_packs_epi32(_mm512_cvtps_epi32(a[r]), _mm512_cvtps_epi32(b[r]));
+    const __m512i a01 = _mm512_permutex2var_epi64(w[0], first, w[1]), a23 = _mm512_permutex2var_epi64(w[2], first, w[3]);
+    const __m512i b01 = _mm512_permutex2var_epi64(w[0], other, w[1]), b23 = _mm512_permutex2var_epi64(w[2], other, w[3]);
+    _mm512_storeu_si512(out, _mm512_inserti64x4(a01, _mm512_castsi512_si256(a23), 1));
+    _mm512_storeu_si512(out + 32, _mm512_shuffle_i64x2(a01, a23, 0xee));
+    _mm512_storeu_si512(out + 64, _mm512_inserti64x4(b01, _mm512_castsi512_si256(b23), 1));
+    _mm512_storeu_si512(out + 96, _mm512_shuffle_i64x2(b01, b23, 0xee));
+}
+
 void akv_avx512_turn_rows(const float *rows, double *cosine, double *sine, const double *step, uint32_t padded_planes, int16_t *query16,
                       float *mean_rows)
 {
     const uint32_t P = padded_planes;
-    for (uint32_t j = 0; j < P; j += 16) {
-        const __m512 c = _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(_mm512_loadu_pd(cosine + j))),
-                                            _mm512_cvtpd_ps(_mm512_loadu_pd(cosine + j + 8)), 1);
-        const __m512 s = _mm512_insertf32x8(_mm512_castps256_ps512(_mm512_cvtpd_ps(_mm512_loadu_pd(sine + j))),
-                                            _mm512_cvtpd_ps(_mm512_loadu_pd(sine + j + 8)), 1);
-        int16_t *out = query16 + (size_t)j / 32 * 256 + j % 32 / 8 * 32;
-        for (uint32_t i = j; i < j + 16; i += 8) {
+    for (uint32_t j = 0; j < P; j += 32) {
+        const __m512 c0 = cosines(cosine + j), c1 = cosines(cosine + j + 16), s0 = cosines(sine + j), s1 = cosines(sine + j + 16);
+        int16_t *out = query16 + (size_t)j * 8;
+        for (uint32_t i = j; i < j + 32; i += 8) {
             const __m512d co = _mm512_loadu_pd(cosine + i), si = _mm512_loadu_pd(sine + i);
             const __m512d sc = _mm512_loadu_pd(step + i), ss = _mm512_loadu_pd(step + P + i);
             _mm512_storeu_pd(cosine + i, _mm512_fmsub_pd(co, sc, _mm512_mul_pd(si, ss)));
             _mm512_storeu_pd(sine + i, _mm512_fmadd_pd(si, sc, _mm512_mul_pd(co, ss)));
         }
-        for (uint32_t r = 0; r < 8; r++) {
-            const __m512 x0 = _mm512_loadu_ps(rows + r * P + j), x1 = _mm512_loadu_ps(rows + (8 + r) * P + j);
-            const __m512 y0 = _mm512_fmadd_ps(x0, c, _mm512_mul_ps(x1, s)), y1 = _mm512_fmsub_ps(x1, c, _mm512_mul_ps(x0, s));
-            if (r < 4) {
-                const __m256i n0 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(y0)), n1 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(y1));
-                _mm_storeu_si128((__m128i *)(void *)(out + r * 8), _mm256_castsi256_si128(n0));
-                _mm_storeu_si128((__m128i *)(void *)(out + 32 + r * 8), _mm256_extracti128_si256(n0, 1));
-                _mm_storeu_si128((__m128i *)(void *)(out + 128 + r * 8), _mm256_castsi256_si128(n1));
-                _mm_storeu_si128((__m128i *)(void *)(out + 160 + r * 8), _mm256_extracti128_si256(n1, 1));
-            } else {
-                _mm512_storeu_ps(mean_rows + (r - 4) * P + j, y0);
-                _mm512_storeu_ps(mean_rows + r * P + j, y1);
+#pragma GCC unroll 2
+        for (uint32_t r0 = 0; r0 < 8; r0 += 4) {
+            __m512 y0[4], y1[4], w0[4], w1[4];
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < 4; r++) {
+                const float *first = rows + (r0 + r) * P + j, *second = rows + (8 + r0 + r) * P + j;
+                const __m512 x0 = _mm512_loadu_ps(first), x1 = _mm512_loadu_ps(second);
+                const __m512 z0 = _mm512_loadu_ps(first + 16), z1 = _mm512_loadu_ps(second + 16);
+                y0[r] = _mm512_fmadd_ps(x0, c0, _mm512_mul_ps(x1, s0));
+                y1[r] = _mm512_fmsub_ps(x1, c0, _mm512_mul_ps(x0, s0));
+                w0[r] = _mm512_fmadd_ps(z0, c1, _mm512_mul_ps(z1, s1));
+                w1[r] = _mm512_fmsub_ps(z1, c1, _mm512_mul_ps(z0, s1));
+            }
+            if (r0 == 0) {
+                store_eights(out, y0, w0);
+                store_eights(out + 128, y1, w1);
+                continue;
+            }
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < 4; r++) {
+                _mm512_storeu_ps(mean_rows + r * P + j, y0[r]);
+                _mm512_storeu_ps(mean_rows + r * P + j + 16, w0[r]);
+                _mm512_storeu_ps(mean_rows + (4 + r) * P + j, y1[r]);
+                _mm512_storeu_ps(mean_rows + (4 + r) * P + j + 16, w1[r]);
             }
         }
     }
@@ -71,18 +103,27 @@ void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, cons
                         const float *rest, float *logits)
 {
     const uint32_t P = padded_planes;
-    _Alignas(16) float series[6][4]; /* [k][row] */
-    for (uint32_t k = 0; k < 6; k++) {
-        const float *m = mean_rows + (k < 3 ? 0 : 4 * P), *by = moments + k * P;
-        __m512 s0 = _mm512_setzero_ps(), s1 = s0, s2 = s0, s3 = s0;
-        for (uint32_t j = fast & ~15u; j < P; j += 16) { /* moments are 0 below fast */
-            const __m512 x = _mm512_loadu_ps(by + j);
-            s0 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + j), s0);
-            s1 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + P + j), s1);
-            s2 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 2 * P + j), s2);
-            s3 = _mm512_fmadd_ps(x, _mm512_loadu_ps(m + 3 * P + j), s3);
-        }
-        _mm_store_ps(series[k], sum4(s0, s1, s2, s3));
+    _Alignas(64) float series[8][4]; /* [k][row]; two spare ones */
+    for (uint32_t half = 0; half < 2; half++) {
+        const float *m = mean_rows + half * 4 * P;
+        __m512 sum[3][4];
+#pragma GCC unroll 12
+        for (uint32_t i = 0; i < 12; i++)
+            sum[i / 4][i % 4] = _mm512_setzero_ps();
+        for (uint32_t j = fast & ~15u; j < P; j += 16) /* moments are 0 below fast */
+#pragma GCC unroll 4
+            for (uint32_t r = 0; r < 4; r++) {
+                const __m512 x = _mm512_loadu_ps(m + r * P + j);
+#pragma GCC unroll 3
+                for (uint32_t k = 0; k < 3; k++)
+                    sum[k][r] = _mm512_fmadd_ps(x, _mm512_loadu_ps(moments + (3 * half + k) * P + j), sum[k][r]);
+            }
+        /* [4 parts][4 rows] each; then the parts of three at once */
+        const __m512 a = row_parts(sum[0]), b = row_parts(sum[1]), c = row_parts(sum[2]);
+        const __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee)); /* a02 a13 b02 b13 */
+        const __m512 cc = _mm512_add_ps(_mm512_shuffle_f32x4(c, c, 0x44), _mm512_shuffle_f32x4(c, c, 0xee));
+        const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cc, 0x88), _mm512_shuffle_f32x4(ab, cc, 0xdd)); /* a b c c */
+        _mm512_storeu_ps(series[3 * half], all); /* the fourth, of the first half, is overwritten */
     }
     const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
                                                    14.5f, 15.5f),
@@ -286,50 +327,75 @@ void akv_avx512_anchor_logits(const int8_t *anchors, const akv_quad_shape *shape
     }
 }
 
+/* The sum of the four 128-bit lanes. */
+INLINE void store_lane_sum(int32_t *out, __m512i v)
+{
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(v), _mm512_extracti64x4_epi64(v, 1));
+    _mm_storeu_si128((__m128i *)(void *)out, _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}
+
 void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_t *query, int32_t *bias, float *scale)
 {
     static const float unit_of[3] = {AKV_LEVEL_UNIT4, AKV_LEVEL_UNIT2, AKV_LEVEL_UNIT1};
     static const int32_t raise_of[3] = {104, 10, 1};
-    const __m128 no_sign = _mm_castsi128_ps(_mm_set1_epi32(0x7fffffff));
-    const __m128i to_words = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    __m128 largest = _mm_setzero_ps(), all = _mm_setzero_ps();
-    for (uint32_t w = 0, i = 0; w < 3; w++)
-        for (uint32_t n = 0; n < list->by_width[w]; n++, i++) {
-            const __m128 x = _mm_and_ps(_mm_mul_ps(_mm_loadu_ps(z + (size_t)list->coord[i] * 4), _mm_set1_ps(unit_of[w])), no_sign);
-            largest = _mm_max_ps(x, largest);
-            all = _mm_add_ps(all, x);
+    /* byte 0 of each 32 bits, [coordinate][row] -> [row][coordinate] */
+    const __m512i low_bytes = _mm512_castsi128_si512(_mm_setr_epi8(0, 16, 32, 48, 4, 20, 36, 52, 8, 24, 40, 56, 12, 28, 44, 60));
+    _Alignas(64) float ordered[AKV_QUAD_MAX_DIM / 4 + 3][16]; /* [fours][coordinate][row], as `query` will lie */
+    __m512 top = _mm512_setzero_ps(), sum = top;
+    const uint16_t *coord = list->coord;
+    float(*x)[16] = ordered;
+    for (uint32_t w = 0; w < 3; w++) {
+        const __m512 unit = _mm512_set1_ps(unit_of[w]);
+        for (uint32_t n = 0; n < list->by_width[w]; n += 4, x++) {
+            const uint32_t left = list->by_width[w] - n;
+            __m512 v = _mm512_castps128_ps512(_mm_loadu_ps(z + (size_t)coord[0] * 4));
+            if (left >= 4) {
+                v = _mm512_insertf32x4(v, _mm_loadu_ps(z + (size_t)coord[1] * 4), 1);
+                v = _mm512_insertf32x4(v, _mm_loadu_ps(z + (size_t)coord[2] * 4), 2);
+                v = _mm512_insertf32x4(v, _mm_loadu_ps(z + (size_t)coord[3] * 4), 3);
+                coord += 4;
+            } else {
+                v = _mm512_zextps128_ps512(_mm512_castps512_ps128(v));
+                if (left > 1)
+                    v = _mm512_insertf32x4(v, _mm_loadu_ps(z + (size_t)coord[1] * 4), 1);
+                if (left > 2)
+                    v = _mm512_insertf32x4(v, _mm_loadu_ps(z + (size_t)coord[2] * 4), 2);
+                coord += left;
+            }
+            v = _mm512_mul_ps(v, unit);
+            _mm512_store_ps(*x, v);
+            top = _mm512_max_ps(_mm512_abs_ps(v), top);
+            sum = _mm512_add_ps(sum, _mm512_abs_ps(v));
         }
+    }
+    const __m128 largest = fold_max(top);
+    const __m128 all = _mm_add_ps(_mm_add_ps(_mm512_castps512_ps128(sum), _mm512_extractf32x4_ps(sum, 1)),
+                                  _mm_add_ps(_mm512_extractf32x4_ps(sum, 2), _mm512_extractf32x4_ps(sum, 3)));
     /* all < infinity: neither infinite nor NaN */
     const __mmask8 finite = _mm_cmp_ps_mask(all, _mm_set1_ps(INFINITY), _CMP_LT_OQ);
     const __mmask8 live = finite & _mm_cmp_ps_mask(largest, _mm_set1_ps(1e-30f), _CMP_GT_OQ);
-    const __m128 inverse = _mm_maskz_div_ps(live, _mm_set1_ps((float)AKV_QUAD_CODE_MAX), largest);
+    const __m512 inverse = _mm512_broadcast_f32x4(_mm_maskz_div_ps(live, _mm_set1_ps((float)AKV_QUAD_CODE_MAX), largest));
+    const __mmask16 live4 = (__mmask16)((live & 15) * 0x1111u);
     _mm_storeu_ps(scale, _mm_mask_blend_ps(finite, _mm_set1_ps(NAN),
                                            _mm_maskz_div_ps(live, largest, _mm_set1_ps((float)AKV_QUAD_CODE_MAX))));
-    __m128i high_sum = _mm_setzero_si128(), low_sum = high_sum;
-    for (uint32_t w = 0, i = 0; w < 3; w++) {
-        const __m128 unit = _mm_set1_ps(unit_of[w]);
-        __m128i highs = _mm_setzero_si128(), lows = highs;
-        for (uint32_t n = 0; n < list->by_width[w]; n += 4, query += 32, i += 4) {
-            __m128i high[4], low[4]; /* of one coordinate: [4 rows] */
-            for (uint32_t k = 0; k < 4; k++) {
-                const __m128 x = n + k < list->by_width[w] ? _mm_loadu_ps(z + (size_t)list->coord[i + k] * 4) : _mm_setzero_ps();
-                const __m128i whole = _mm_cvtps_epi32(_mm_maskz_mul_ps(live, _mm_mul_ps(x, unit), inverse));
-                high[k] = _mm_srai_epi32(_mm_add_epi32(whole, _mm_set1_epi32(128)), 8);
-                low[k] = _mm_sub_epi32(whole, _mm_slli_epi32(high[k], 8));
-                highs = _mm_add_epi32(highs, high[k]);
-                lows = _mm_add_epi32(lows, low[k]);
-            }
-            const __m128i h = _mm_packs_epi16(_mm_packs_epi32(high[0], high[1]), _mm_packs_epi32(high[2], high[3]));
-            const __m128i l = _mm_packs_epi16(_mm_packs_epi32(low[0], low[1]), _mm_packs_epi32(low[2], low[3]));
-            _mm_storeu_si128((__m128i *)(void *)query, _mm_shuffle_epi8(h, to_words));
-            _mm_storeu_si128((__m128i *)(void *)(query + 16), _mm_shuffle_epi8(l, to_words));
+    __m512i high_sum = _mm512_setzero_si512(), low_sum = high_sum;
+    x = ordered;
+    for (uint32_t w = 0; w < 3; w++) {
+        __m512i highs = _mm512_setzero_si512(), lows = highs;
+        for (uint32_t n = 0; n < list->by_width[w]; n += 4, x++, query += 32) {
+            const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(live4, _mm512_load_ps(*x), inverse));
+            const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+            const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+            highs = _mm512_add_epi32(highs, high);
+            lows = _mm512_add_epi32(lows, low);
+            _mm_storeu_si128((__m128i *)(void *)query, _mm512_castsi512_si128(_mm512_permutexvar_epi8(low_bytes, high)));
+            _mm_storeu_si128((__m128i *)(void *)(query + 16), _mm512_castsi512_si128(_mm512_permutexvar_epi8(low_bytes, low)));
         }
-        i -= (0u - list->by_width[w]) & 3u;
-        high_sum = _mm_sub_epi32(high_sum, _mm_mullo_epi32(highs, _mm_set1_epi32(raise_of[w])));
-        low_sum = _mm_sub_epi32(low_sum, _mm_mullo_epi32(lows, _mm_set1_epi32(raise_of[w])));
+        high_sum = _mm512_sub_epi32(high_sum, _mm512_mullo_epi32(highs, _mm512_set1_epi32(raise_of[w])));
+        low_sum = _mm512_sub_epi32(low_sum, _mm512_mullo_epi32(lows, _mm512_set1_epi32(raise_of[w])));
     }
-    _mm_storeu_si128((__m128i *)(void *)bias, high_sum);
-    _mm_storeu_si128((__m128i *)(void *)(bias + 4), low_sum);
+    store_lane_sum(bias, high_sum);
+    store_lane_sum(bias + 4, low_sum);
 }
 
 /* Keys: byte 4 t + j of the result is coordinate j of residual t. 64-bit lane u holds residuals 2 u and 2 u + 1; its bytes 0..3 are

@@ -128,21 +128,27 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
     _mm_storeu_ps(unit, _mm_mul_ps(top, _mm_set1_ps(1.0f / 65535.0f)));
     const __m128 inverse4 = _mm_maskz_div_ps(_mm_cmp_ps_mask(top, _mm_set1_ps(1e-30f), _CMP_GT_OQ), _mm_set1_ps(65535.0f), top);
     const __m512 inverse = _mm512_broadcast_f32x4(inverse4);
-    /* [16 tokens][4 rows] of 16 bits, in two vectors -> rows of high and of low bytes */
-    _Alignas(64) static const uint8_t pick_bytes[2][64] = {
-#define PICK(i) (uint8_t)(((i) % 16 * 4 + (i) / 32) * 2 + 1 - (i) / 16 % 2)
-#define PICK2(i) (uint8_t)(((i) % 16 * 4 + (i) / 32 + 2) * 2 + 1 - (i) / 16 % 2)
-        BYTES64(PICK), BYTES64(PICK2)};
-    const __m512i pick0 = _mm512_load_si512(pick_bytes[0]), pick1 = _mm512_load_si512(pick_bytes[1]);
+    /*
+     * Packing leaves, of tokens 0..7 (8..15), in lane l the four rows of token l (+ 8), then of token l + 4 (+ 8), 16 bits each; wanted
+     * are [row][high, low][16 tokens], rows 0 and 1 in one vector, 2 and 3 in the other.
+     */
+#define TOKEN_AT(t) ((t) % 4 * 16 + (t) % 8 / 4 * 8)
+#define PICK0(i) (uint8_t)(TOKEN_AT((i) % 16) + (i) / 32 * 2 + 1 - (i) / 16 % 2)
+#define PICK2(i) (uint8_t)(PICK0(i) + 4)
+    _Alignas(64) static const uint8_t pick_bytes[2][64] = {BYTES64(PICK0), BYTES64(PICK2)};
+    const __m512i pick0 = _mm512_load_si512(pick_bytes[0]), pick2 = _mm512_load_si512(pick_bytes[1]);
+    const __mmask64 second = 0xff00ff00ff00ff00u; /* tokens 8..15 */
     for (uint32_t i = 0; i < groups; i++) {
         const float *p = gathered + i * 64;
-        const __m256i w0 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p), inverse)));
-        const __m256i w1 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 16), inverse)));
-        const __m256i w2 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 32), inverse)));
-        const __m256i w3 = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 48), inverse)));
-        const __m512i w01 = _mm512_inserti64x4(_mm512_castsi256_si512(w0), w1, 1), w23 = _mm512_inserti64x4(_mm512_castsi256_si512(w2), w3, 1);
-        _mm512_store_si512(whole + i * 128, _mm512_permutex2var_epi8(w01, pick0, w23));
-        _mm512_store_si512(whole + i * 128 + 64, _mm512_permutex2var_epi8(w01, pick1, w23));
+        const __m512i w0 = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p), inverse));
+        const __m512i w1 = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 16), inverse));
+        const __m512i w2 = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 32), inverse));
+        const __m512i w3 = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(p + 48), inverse));
+        const __m512i w01 = _mm512_packus_epi32(w0, w1), w23 = _mm512_packus_epi32(w2, w3);
+        _mm512_store_si512(whole + i * 128,
+                           _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(pick0, w01), second, pick0, w23));
+        _mm512_store_si512(whole + i * 128 + 64,
+                           _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(pick2, w01), second, pick2, w23));
     }
 
     const uint8_t *codes = run + (n + 1) / 2, *rest = NULL;
