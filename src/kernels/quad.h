@@ -33,6 +33,12 @@ static inline uint32_t akv_quad_slot(uint32_t t)
     return (t & ~15u) | (t & 3u) << 2 | (t >> 2 & 3u);
 }
 
+/* A weight of 16 bits as one of 8, in steps of 257. */
+static inline uint32_t akv_quad_weight8(uint32_t w)
+{
+    return (w - (w >> 8) + 128) >> 8;
+}
+
 /* Fours of coordinates of a level: each width's number rounded up. */
 static inline uint32_t akv_quad_fours(const uint32_t by_width[3])
 {
@@ -124,21 +130,23 @@ typedef struct akv_quad_kernels {
 
     /*
      * Queries in a level's coordinates, z [coords][4 rows], times the unit of each width, rounded to what code_dots reads: query,
-     * bias, scale (NaN when a row is not finite). The largest of a row becomes AKV_QUAD_CODE_MAX.
+     * bias, scale (NaN when a row is not finite). The largest of a row becomes AKV_QUAD_CODE_MAX; in coordinates of one bit, which are
+     * known to a third of themselves only, multiples of 256 are enough.
      */
     void (*quantise_level)(const float *z, const akv_level_list *list, int8_t *query, int32_t *bias, float *scale);
 
     /*
      * A run of n key residuals of one level (layout.h): logits[slots[i]][r] += gain_i * scale[r] * sum_c query_c * step_c.
-     * query: [fours][2][4 rows][4] signed bytes: query = 256 * first + second, padding 0. bias: [2][4 rows], minus the sum of
-     * query * the largest step of its width. Reads the run's bytes only.
+     * query: [fours][2][4 rows][4] signed bytes: query = 256 * first + second, padding 0, second 0 in coordinates of one bit. bias:
+     * [2][4 rows], minus the sum of query * the largest step of its width. Reads the run's bytes only.
      */
     void (*code_dots)(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *query, const int32_t *bias,
                       const float *scale, const uint16_t *slots, float *logits);
 
     /*
      * A run of n value residuals: sums[four][r][c][p], added up over p, grows by the sum over tokens of w_i * step of coordinate c of
-     * the four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest. scratch has room for 24 KiB.
+     * the four, w_i = gain_i * weights[slots[i]][r] rounded to 16 bits of the run's largest, for coordinates of one bit on to 8
+     * (akv_quad_weight8). scratch has room for 24 KiB.
      */
     void (*code_sums)(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums);

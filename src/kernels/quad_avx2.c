@@ -199,6 +199,9 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
 #pragma GCC unroll 3
     for (int w = 0; w < 3; w++) {
         const uint32_t bytes = 8u >> w, count = level->by_width[w];
+        for (uint32_t i = 0; w == 2 && count != 0 && i < groups * 128; i += 32)
+            for (uint32_t t = i; t < i + 16; t++) /* 257 times a byte: twice that byte */
+                whole[t] = whole[t + 16] = (int16_t)akv_quad_weight8((uint32_t)(256 * whole[t] + whole[t + 16]));
         for (uint32_t i = 0; i < count; i++, offset += bytes) {
             __m256i high[4], low[4];
             for (uint32_t r = 0; r < 4; r++)

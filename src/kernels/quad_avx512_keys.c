@@ -383,7 +383,9 @@ void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_
     for (uint32_t w = 0; w < 3; w++) {
         __m512i highs = _mm512_setzero_si512(), lows = highs;
         for (uint32_t n = 0; n < list->by_width[w]; n += 4, x++, query += 32) {
-            const __m512i whole = _mm512_cvtps_epi32(_mm512_maskz_mul_ps(live4, _mm512_load_ps(*x), inverse));
+            const __m512 v = _mm512_maskz_mul_ps(live4, _mm512_load_ps(*x), inverse);
+            const __m512i whole = w < 2 ? _mm512_cvtps_epi32(v)
+                                        : _mm512_slli_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(1.0f / 256.0f))), 8);
             const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
             const __m512i low = _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
             highs = _mm512_add_epi32(highs, high);
@@ -406,6 +408,9 @@ void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_
 #define KEY_PICK4(i) ((i) % 4 * 8 + (i) / 4 % 2 * 4)
 #define KEY_PICK2(i) ((i) % 4 * 8 + (i) / 4 % 4 * 2)
 #define KEY_PICK1(i) ((i) % 4 * 8 + (i) / 4 % 8)
+/* One bit: any byte of the four coordinates' 64 bits can be picked at once; the number lands in bit 1, which is its raised step. */
+#define KEY_PICK64(i) (((i) % 4 * 16 + (i) / 4 + 63) % 64)
+static const uint8_t key_pick64[64] = BYTES64(KEY_PICK64);
 static const uint8_t key_gather[3][64] = {BYTES64(KEY_GATHER4), BYTES64(KEY_GATHER2), BYTES64(KEY_GATHER1)};
 static const uint8_t key_pick[3][64] = {BYTES64(KEY_PICK4), BYTES64(KEY_PICK2), BYTES64(KEY_PICK1)};
 
@@ -433,6 +438,29 @@ INLINE void key_four(const code_spread *s, int w, const uint8_t *codes, uint32_t
     }
 }
 
+/* The same for one bit a coordinate: one byte of each query. some: coordinates that are there. */
+INLINE void key_bits(__m512i pick, const uint8_t *codes, uint32_t stride, uint32_t some, const int8_t *query, int groups, __m512i sum[2][8])
+{
+    __m512i steps[2];
+#pragma GCC unroll 2
+    for (int g = 0; g < groups; g++) {
+        uint64_t bits = 0;
+        if (some == 4)
+            memcpy(&bits, codes + g * stride, 8);
+        else
+            memcpy(&bits, codes + g * stride, 2 * (size_t)some);
+        steps[g] = _mm512_and_si512(_mm512_multishift_epi64_epi8(pick, _mm512_set1_epi64((int64_t)bits)), _mm512_set1_epi8(2));
+    }
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; k++) {
+        int32_t q;
+        memcpy(&q, query + 4 * k, sizeof q);
+#pragma GCC unroll 2
+        for (int g = 0; g < groups; g++)
+            dot_bytes(&sum[g][k], steps[g], _mm512_set1_epi32(q));
+    }
+}
+
 INLINE __m512 whole_sum(__m512i high, __m512i low, __m512 gain, float scale)
 {
     const __m512 sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
@@ -451,9 +479,9 @@ INLINE void key_groups(const code_spread *s, const uint8_t *codes, const akv_qua
 #pragma GCC unroll 2
         for (int g = 0; g < groups; g++)
             sum[g][k] = _mm512_set1_epi32(bias[k]);
-#pragma GCC unroll 3
-    for (int w = 0; w < 3; w++) {
-        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
+#pragma GCC unroll 2
+    for (int w = 0; w < 2; w++) {
+        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : 4;
         for (uint32_t i = 0; i < count / 4; i++, codes += 4 * bytes, query += 32)
             key_four(s, w, codes, stride, 4 * bytes, query, groups, sum);
         if (count % 4 != 0) {
@@ -462,6 +490,12 @@ INLINE void key_groups(const code_spread *s, const uint8_t *codes, const akv_qua
             query += 32;
         }
     }
+    const uint32_t bits = level->by_width[2];
+    const __m512i pick = _mm512_loadu_si512(key_pick64);
+    for (uint32_t i = 0; i < bits / 4; i++, codes += 8, query += 32)
+        key_bits(pick, codes, stride, 4, query, groups, sum);
+    if (bits % 4 != 0)
+        key_bits(pick, codes, stride, bits % 4, query, groups, sum);
 #pragma GCC unroll 2
     for (int g = 0; g < groups; g++, gains += 8, slots += AKV_GROUP_LANES) {
         const __m512 gain = gains16(gains, live == AKV_GROUP_LANES ? 8 : (live + 1) / 2);

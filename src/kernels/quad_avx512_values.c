@@ -90,12 +90,55 @@ INLINE void value_eight(const code_spread *spread_in, int w, const uint8_t *grou
     }
 }
 
+/*
+ * F fours of coordinates of one bit: a mask makes their steps, and weights8 is [groups][4 rows][16]. The last four may have fewer
+ * coordinates, `some`; what the others sum is nobody's.
+ */
+INLINE void value_bits(int F, const uint8_t *groups, uint32_t full, uint32_t group_bytes, const uint8_t *rest, uint32_t offset, uint32_t some,
+                       const uint8_t *weights8, const float *unit, float *sums)
+{
+    const __m512i minus = _mm512_set1_epi8(-1), plus = _mm512_set1_epi8(1);
+    __m512i acc[4][4]; /* [four][row] */
+    const uint32_t all = full + (rest != NULL);
+    const uint8_t *codes = groups + offset;
+#pragma GCC unroll 16
+    for (int i = 0; i < 4 * F; i++)
+        acc[i / 4][i % 4] = _mm512_setzero_si512();
+    for (uint32_t i = 0; i < all; i++, codes += group_bytes, weights8 += 64) {
+        const uint8_t *from = i < full ? codes : rest + offset;
+        __m512i w[4];
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++)
+            w[r] = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i *)(const void *)(weights8 + 16 * r)));
+#pragma GCC unroll 4
+        for (int f = 0; f < F; f++) {
+            uint64_t bits = 0;
+            if (some == 4)
+                memcpy(&bits, from + 8 * f, 8);
+            else
+                memcpy(&bits, from + 8 * f, 2 * (size_t)some);
+            const __m512i steps = _mm512_mask_blend_epi8((__mmask64)bits, minus, plus);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++)
+                dot_bytes(&acc[f][r], w[r], steps);
+        }
+    }
+#pragma GCC unroll 4
+    for (int f = 0; f < F; f++)
+#pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            float *out = sums + 64 * f + 16 * r;
+            _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[f][r]), _mm512_set1_ps(257.0f * unit[r]), _mm512_loadu_ps(out)));
+        }
+}
+
 void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums)
 {
     const code_spread s = spread_of(value_gather, value_pick, value_table);
     float *gathered = (float *)(void *)scratch; /* [1024][4], 16 KiB */
     uint8_t *whole = scratch + 16384;           /* [groups][4 rows][high, low][16], 8 KiB */
+    uint8_t *weights8 = scratch;                /* [groups][4 rows][16]; group i's over weights that were read before */
     uint8_t room[AKV_QUAD_MAX_DIM * 8 + 64];
     const uint32_t groups = (n + 15) / 16, full = n / 16;
     __m512 largest = _mm512_setzero_ps();
@@ -135,8 +178,10 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
 #define TOKEN_AT(t) ((t) % 4 * 16 + (t) % 8 / 4 * 8)
 #define PICK0(i) (uint8_t)(TOKEN_AT((i) % 16) + (i) / 32 * 2 + 1 - (i) / 16 % 2)
 #define PICK2(i) (uint8_t)(PICK0(i) + 4)
-    _Alignas(64) static const uint8_t pick_bytes[2][64] = {BYTES64(PICK0), BYTES64(PICK2)};
-    const __m512i pick0 = _mm512_load_si512(pick_bytes[0]), pick2 = _mm512_load_si512(pick_bytes[1]);
+#define PICK8(i) (uint8_t)(TOKEN_AT((i) % 16) + (i) / 16 * 2 + 1)
+    _Alignas(64) static const uint8_t pick_bytes[3][64] = {BYTES64(PICK0), BYTES64(PICK2), BYTES64(PICK8)};
+    const __m512i pick0 = _mm512_load_si512(pick_bytes[0]), pick2 = _mm512_load_si512(pick_bytes[1]),
+                  pick8 = _mm512_load_si512(pick_bytes[2]);
     const __mmask64 second = 0xff00ff00ff00ff00u; /* tokens 8..15 */
     for (uint32_t i = 0; i < groups; i++) {
         const float *p = gathered + i * 64;
@@ -149,6 +194,10 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
                            _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(pick0, w01), second, pick0, w23));
         _mm512_store_si512(whole + i * 128 + 64,
                            _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(pick2, w01), second, pick2, w23));
+        /* akv_quad_weight8: the high bytes of these */
+        const __m512i e01 = _mm512_add_epi16(_mm512_sub_epi16(w01, _mm512_srli_epi16(w01, 8)), _mm512_set1_epi16(128));
+        const __m512i e23 = _mm512_add_epi16(_mm512_sub_epi16(w23, _mm512_srli_epi16(w23, 8)), _mm512_set1_epi16(128));
+        _mm512_store_si512(weights8 + i * 64, _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(pick8, e01), second, pick8, e23));
     }
 
     const uint8_t *codes = run + (n + 1) / 2, *rest = NULL;
@@ -157,9 +206,9 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
         rest = room;
     }
     uint32_t offset = 0;
-#pragma GCC unroll 3
-    for (int w = 0; w < 3; w++) {
-        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : w == 1 ? 4 : 2;
+#pragma GCC unroll 2
+    for (int w = 0; w < 2; w++) {
+        const uint32_t count = level->by_width[w], bytes = w == 0 ? 8 : 4;
         for (uint32_t i = 0; i < count / 8; i++, offset += 8 * bytes, sums += 128)
             value_eight(&s, w, codes, full, 2 * level->bits, rest, offset, 4 * bytes, whole, unit, sums);
         if (count % 8 >= 4) {
@@ -173,6 +222,13 @@ void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *
             sums += 64;
         }
     }
+    uint32_t bits = level->by_width[2];
+    for (; bits >= 16; bits -= 16, offset += 32, sums += 256)
+        value_bits(4, codes, full, 2 * level->bits, rest, offset, 4, weights8, unit, sums);
+    for (; bits >= 4; bits -= 4, offset += 8, sums += 64)
+        value_bits(1, codes, full, 2 * level->bits, rest, offset, 4, weights8, unit, sums);
+    if (bits != 0)
+        value_bits(1, codes, full, 2 * level->bits, rest, offset, bits, weights8, unit, sums);
 }
 
 void akv_avx512_place_sums(const float *sums, const akv_level_list *list, float *z)

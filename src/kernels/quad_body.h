@@ -173,7 +173,8 @@ static void quantise_level(const float *z, const akv_level_list *list, int8_t *q
         int8_t *at = query;
         for (uint32_t w = 0, i = 0; w < 3; w++) {
             for (uint32_t n = 0; n < list->by_width[w] && inverse != 0.0f; n++) {
-                const int32_t whole = (int32_t)rintf(z[list->coord[i + n] * 4 + r] * unit_of[w] * inverse);
+                const float x = z[list->coord[i + n] * 4 + r] * unit_of[w] * inverse;
+                const int32_t whole = w == 2 ? 256 * (int32_t)rintf(x * (1.0f / 256.0f)) : (int32_t)rintf(x);
                 const int32_t high = (whole + 128 + 65536) / 256 - 256, low = whole - 256 * high;
                 at[n / 4 * 32 + r * 4 + n % 4] = (int8_t)high;
                 at[n / 4 * 32 + 16 + r * 4 + n % 4] = (int8_t)low;
@@ -261,6 +262,8 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
     uint32_t offset = 0, four = 0;
     for (uint32_t w = 0; w < 3; w++) {
         const uint32_t width = 4u >> w;
+        for (uint32_t i = 0; w == 2 && i < n * 4; i++)
+            whole[i] = (uint16_t)(257 * akv_quad_weight8(whole[i]));
         for (uint32_t i = 0; i < level->by_width[w]; i++, offset += 2 * width) {
             float *out = sums + (size_t)(four + i / 4) * 64;
             int64_t sum[AKV_QUAD_ROWS][4] = {{0}};

@@ -130,6 +130,8 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
 #pragma GCC unroll 3
     for (int w = 0; w < 3; w++) {
         const uint32_t bytes = 8u >> w, count = level->by_width[w];
+        for (uint32_t i = 0; w == 2 && count != 0 && i < groups * 64; i++) /* kept less 2^15 */
+            whole[i] = (int16_t)(257 * (int32_t)akv_quad_weight8((uint32_t)(whole[i] + 32768)) - 32768);
         for (uint32_t i = 0; i < count; i++, offset += bytes) {
             int32x4_t sum[4], steps = vdupq_n_s32(0);
             for (uint32_t r = 0; r < 4; r++)

@@ -137,6 +137,21 @@ static void code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *leve
         }                                                                                                              \
     } while (0)
 
+/* Weights as coordinates of one bit take them, 257 times a byte: low and high byte are that one. */
+INLINE void round_weights(uint8_t *whole, uint32_t groups, uint32x4_t bytes_of[4][2])
+{
+    for (uint32_t r = 0; r < 4; r++)
+        bytes_of[r][0] = vdupq_n_u32(0);
+    for (uint32_t k = 0; k < 4 * groups; k++) {
+        uint8_t *row = whole + (size_t)k * 32;
+        for (uint32_t t = 0; t < 16; t++)
+            row[t] = row[16 + t] = (uint8_t)akv_quad_weight8(256u * row[16 + t] + row[t]);
+        bytes_of[k % 4][0] = vdotq_u32(bytes_of[k % 4][0], vld1q_u8(row), vdupq_n_u8(1));
+    }
+    for (uint32_t r = 0; r < 4; r++)
+        bytes_of[r][1] = bytes_of[r][0];
+}
+
 static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                       uint8_t *scratch, float *sums)
 {
@@ -179,6 +194,8 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
         uint8x16_t table[4];
         for (uint32_t f = 0; f < 4; f++)
             table[f] = vreinterpretq_u8_s8(vaddq_s8(vld1q_s8(step_of[w][f]), vdupq_n_s8((int8_t)raise_of[w])));
+        if (w == 2 && count != 0)
+            round_weights(whole, groups, bytes_of);
         for (uint32_t i = 0; i < count; i += 4, sums += 64) {
             const uint32_t some = count - i < 4 ? count - i : 4;
             uint32x4_t acc[4][2]; /* lane: coordinate */

@@ -55,8 +55,8 @@ static double unit_of(uint32_t width)
 }
 
 /*
- * Queries in a level's coordinates: the step is the largest / 32639; z / (sigma unit) is gain * number, summed in
- * squares.
+ * Queries in a level's coordinates: the step is the largest / 32639, 256 times that in coordinates of one bit; z / (sigma unit) is
+ * gain * number, summed in squares.
  */
 static void residual_logits(const ref_rounding *r, const double *q, double *off)
 {
@@ -83,7 +83,7 @@ static void residual_logits(const ref_rounding *r, const double *q, double *off)
             double number = width == 0 ? 0
                                        : r->z[0][t * coords + c] /
                                              (ref_ladder_sigma(view, AKV_SIDE_K, r->head, c) * unit_of(width));
-            square += number * number;
+            square += pow(number * (width == 1 ? 256 : 1), 2);
         }
         off[t] += square * pow(largest[level] / 32639, 2) / 12;
     }
@@ -165,11 +165,13 @@ double ref_rounding_out(const ref_rounding *r, const double *weights)
             if (level != 0)
                 largest[level] = fmax(largest[level], weights[t] * gain[t]);
         }
-        for (uint64_t t = b; t < end; t++) { /* the weight of token t is off by up to half of largest / 65535, over its
-                                                gain */
+        for (uint64_t t = b; t < end; t++) { /* the weight of token t is off by up to half of largest / 65535 (255 where
+                                                the coordinate has one bit), over its gain */
             uint32_t level = ref_ladder_level(view, AKV_SIDE_V, r->head, t);
-            for (uint32_t c = 0; level != 0 && c < coords; c++)
-                share[c] += pow(largest[level] / 65535 * r->z[1][t * coords + c] / gain[t], 2) / 12;
+            for (uint32_t c = 0; level != 0 && c < coords; c++) {
+                double steps = ref_ladder_bits(view, AKV_SIDE_V, r->head, level, c) == 1 ? 255 : 65535;
+                share[c] += pow(largest[level] / steps * r->z[1][t * coords + c] / gain[t], 2) / 12;
+            }
         }
     }
     for (uint32_t c = 0; ok && c < coords; c++) { /* the deviations of coordinates are taken to add up, not to cancel */
