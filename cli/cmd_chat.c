@@ -342,15 +342,11 @@ static int command(chat *c, char *line, bool *quit)
             if (save(c, argument, &bytes) == CLI_OK)
                 cli_note("%s: %" PRIu32 " turns, %s", argument, c->num_turns, cli_bytes(bytes));
         } else {
-            cli_image probe = {NULL, 0}; /* what cannot even be opened must not cost the conversation */
-            int code = cli_image_read(argument, &probe);
-            cli_image_free(&probe);
-            if (code != CLI_OK)
-                return CLI_OK;
-            cli_session_unload(&c->session);
-            code = load(c, argument);
-            if (code != CLI_OK)
-                return code;
+            const akv_document *before = c->session.document;
+            const akv_llama_store *store = c->session.store;
+            const int code = load(c, argument);
+            if (code != CLI_OK) /* what cannot be opened does not cost the conversation */
+                return c->session.document == before && c->session.store == store ? CLI_OK : code;
             cli_note("%" PRIu32 " turns, %" PRId32 " tokens", c->num_turns, akv_llama_next_position(c->session.host));
             autosave(c);
         }

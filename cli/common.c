@@ -7,6 +7,7 @@
 #include <math.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -80,9 +81,11 @@ void cli_note(const char *format, ...)
 
 /* ---------------------------------------------------------------------------------------------------- interruption */
 
-static volatile sig_atomic_t signal_seen;
+/* Read by every thread of akv serve, written by a handler: atomic, and without a lock. */
+_Static_assert(ATOMIC_INT_LOCK_FREE == 2, "a signal handler must not wait for a lock");
+static atomic_int signal_seen;
 static char doomed_path[4096]; /* temporary file to remove when the program must end at once */
-static volatile sig_atomic_t doomed_set;
+static atomic_int doomed_set;
 
 bool cli_doom_path(const char *path)
 {

@@ -217,25 +217,47 @@ static int make_store(cli_session *s, const akv_document_parts *parts, const cha
     return status == AKV_OK ? CLI_OK : fail(s, status, &diag, path);
 }
 
-int cli_session_load(cli_session *s, const char *path)
+/* Read whole, opened, for this model, undamaged; the session is as it was. */
+static int open_document(const cli_session *s, const char *path, cli_image *image, akv_document **document)
 {
     akv_diag diag = {AKV_OK, ""};
     akv_document_parts parts;
+    akv_llama_fingerprint made_with;
     akv_document_parts_init(&parts);
-    cli_progress_end(&s->progress);
-    s->path = path;
-    int code = cli_image_read(path, &s->image);
+    int code = cli_image_read(path, image);
     if (code != CLI_OK)
         return code;
-    akv_status status = akv_document_open(s->image.data, s->image.bytes, NULL, &s->document, &diag);
+    akv_status status = akv_document_open(image->data, image->bytes, NULL, document, &diag);
     if (status == AKV_OK)
-        status = akv_document_get_parts(s->document, &parts, &diag);
-    akv_llama_fingerprint made_with;
+        status = akv_document_get_parts(*document, &parts, &diag);
     memcpy(&made_with, &parts.model, sizeof made_with);
     if (status == AKV_OK) /* first, since a wrong model is the likeliest mistake and the cheapest to see */
         status = akv_llama_check_fingerprint(s->host, &made_with, &diag);
     if (status == AKV_OK)
-        status = akv_document_verify(s->document, &diag);
+        status = akv_document_verify(*document, &diag);
+    return status == AKV_OK ? CLI_OK : cli_fail_diag(status, &diag, path);
+}
+
+int cli_session_load(cli_session *s, const char *path)
+{
+    akv_diag diag = {AKV_OK, ""};
+    akv_document_parts parts;
+    cli_image image = {NULL, 0};
+    akv_document *document = NULL;
+    akv_document_parts_init(&parts);
+    cli_progress_end(&s->progress);
+    int code = open_document(s, path, &image, &document);
+    if (code != CLI_OK) {
+        akv_document_close(document);
+        cli_image_free(&image);
+        return code;
+    }
+    if (s->document != NULL || s->store != NULL)
+        cli_session_unload(s);
+    s->path = path;
+    s->image = image;
+    s->document = document;
+    akv_status status = akv_document_get_parts(document, &parts, &diag);
     if (status != AKV_OK)
         return fail(s, status, &diag, path);
     s->num_tokens = parts.num_tokens;

@@ -70,7 +70,10 @@ int cli_session_open(cli_session *session, const cli_settings *settings);
 int cli_session_read(cli_session *session, uint64_t room);
 /* Prefill; then compress and free the dense cache unless the method is dense (reserve_cells stay free for decoding). */
 int cli_session_prefill(cli_session *session, uint64_t reserve_cells);
-/* The same end from a .akv file, without prefill. */
+/*
+ * The same end from a .akv file, without prefill. In place of what the session has: a file that cannot be read, is damaged or
+ * of another model leaves that as it is, and session->path unchanged.
+ */
 int cli_session_load(cli_session *session, const char *path);
 /* Forget the document and its file; the model stays. */
 void cli_session_unload(cli_session *session);

@@ -7,6 +7,9 @@
 
 #include <stdlib.h>
 #include <sys/socket.h>
+#include <unistd.h>
+
+enum { FEW_LEAVING = 8 }; /* of http.c's LEAVING_CONNECTIONS */
 
 struct serve_connection {
     serve_connection *earlier, *later; /* in the order of their last sign of life */
@@ -42,6 +45,13 @@ static void put_last(serve_connections *c, serve_connection *one)
     c->last = one;
 }
 
+/* Whether something has come that its thread has not read yet. */
+static bool has_sent(const serve_connection *one)
+{
+    char first;
+    return recv(one->fd, &first, 1, MSG_PEEK | MSG_DONTWAIT) > 0;
+}
+
 serve_connection *serve_connections_add(serve_connections *c, int fd)
 {
     serve_connection *one = calloc(1, sizeof *one);
@@ -52,14 +62,21 @@ serve_connection *serve_connections_add(serve_connections *c, int fd)
     put_last(c, one);
     if (++c->count > c->most) {
         serve_connection *victim = c->first;
-        while (victim != NULL && (victim->answering || victim->closing))
+        while (victim != NULL && (victim->answering || victim->closing || has_sent(victim)))
             victim = victim->later;
         if (victim != NULL && victim != one) { /* its own thread sees the end of it, and takes it out */
             victim->closing = true;
-            shutdown(victim->fd, SHUT_RDWR);
+            shutdown(victim->fd, SHUT_RD); /* reading only: a request that comes at this moment still gets its answer */
         }
     }
+    const unsigned leaving = c->count > c->most ? c->count - c->most : 0;
     pthread_mutex_unlock(&c->lock);
+    /*
+     * This is the thread that accepts, and those that leave need a moment each: beyond a few of them the next client waits in
+     * the listening socket's queue, instead of being refused because too many have not left yet.
+     */
+    if (leaving > FEW_LEAVING)
+        usleep(leaving * 1000);
     return one;
 }
 
@@ -72,6 +89,16 @@ void serve_connections_alive(serve_connections *c, serve_connection *one, bool a
     take_out(c, one);
     put_last(c, one);
     pthread_mutex_unlock(&c->lock);
+}
+
+bool serve_connections_closing(serve_connections *c, const serve_connection *one)
+{
+    if (one == NULL)
+        return false;
+    pthread_mutex_lock(&c->lock);
+    const bool closing = one->closing;
+    pthread_mutex_unlock(&c->lock);
+    return closing;
 }
 
 void serve_connections_remove(serve_connections *c, serve_connection *one)

@@ -87,15 +87,23 @@ enum MHD_Result serve_send_error(serve_exchange *x, const serve_error *error)
 
 /* ----------------------------------------------------------------------------------------------- waiting, streaming */
 
-/* A client that closed its end wants nothing any more: it has nothing else to say before the answer is there. */
-static bool is_gone(struct MHD_Connection *connection)
+static serve_connection *connection_of(struct MHD_Connection *connection)
 {
-    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_CONNECTION_FD);
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    return info != NULL ? info->socket_context : NULL;
+}
+
+/* A client that closed its end wants nothing any more: it has nothing else to say before the answer is there. */
+static bool is_gone(serve_exchange *x)
+{
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(x->connection, MHD_CONNECTION_INFO_CONNECTION_FD);
     char byte;
     if (info == NULL)
         return true;
     const ssize_t n = recv(info->connect_fd, &byte, 1, MSG_PEEK | MSG_DONTWAIT);
-    return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
+    if (n == 0) /* or it is us who read no more: this is the last answer then */
+        return !serve_connections_closing(&x->http->connections, connection_of(x->connection));
+    return n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR;
 }
 
 /* With the job's lock: a while, or until something changed. */
@@ -120,7 +128,7 @@ bool serve_wait(serve_exchange *x, serve_job *job, bool first)
         if (job->done)
             break;
         pthread_mutex_unlock(&job->lock);
-        gone = is_gone(x->connection);
+        gone = is_gone(x);
         pthread_mutex_lock(&job->lock);
     }
     pthread_mutex_unlock(&job->lock);
@@ -235,12 +243,6 @@ void serve_drop_body(serve_exchange *x)
     atomic_fetch_sub(&x->server->body_bytes, x->counted);
     x->counted = 0;
     cli_buffer_free(&x->body);
-}
-
-static serve_connection *connection_of(struct MHD_Connection *connection)
-{
-    const union MHD_ConnectionInfo *info = MHD_get_connection_info(connection, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
-    return info != NULL ? info->socket_context : NULL;
 }
 
 static void on_connection(void *opaque, struct MHD_Connection *connection, void **context,

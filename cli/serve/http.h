@@ -17,10 +17,12 @@ typedef struct serve_connections {
 
 void serve_connections_init(serve_connections *connections, unsigned most);
 void serve_connections_destroy(serve_connections *connections);
-/* NULL: no memory. With more than `most` the one that has waited longest is shut down. */
+/* NULL: no memory. With more than `most` nothing more is read from the one that has waited longest. */
 serve_connection *serve_connections_add(serve_connections *connections, int fd);
-/* It said something. From a whole request to the end of its answer it is not shut down. NULL is fine, here and below. */
+/* It said something. From a whole request to the end of its answer it is not closed. NULL is fine, here and below. */
 void serve_connections_alive(serve_connections *connections, serve_connection *one, bool answering);
+/* Whether it was closed for reading, so that the end of what it sends is not the client's. */
+bool serve_connections_closing(serve_connections *connections, const serve_connection *one);
 /* Before its descriptor is closed. */
 void serve_connections_remove(serve_connections *connections, serve_connection *one);
 

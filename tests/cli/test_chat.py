@@ -43,9 +43,16 @@ def test_conversation(t, model, folder):
     t.check(turns_of(t, path) == 2, "chat: undo and one more turn are not two turns")
     saved = os.path.join(folder, "saved.akv")
     figures = os.path.join(folder, "chat.json")
-    script = f"/save {saved}\n/undo\n/undo\n/undo\n/stats\n/load {saved}\n/nonsense\n/save\n/load /nonexistent.akv\n/help\n//one slash\n\n   \n"
+    broken = os.path.join(folder, "broken.akv")  # opens, but one byte behind its head is another
+    with open(path, "rb") as file:
+        damaged = bytearray(file.read())
+    damaged[-100] ^= 1
+    with open(broken, "wb") as file:
+        file.write(damaged)
+    script = (f"/save {saved}\n/undo\n/undo\n/undo\n/stats\n/load {saved}\n/nonsense\n/save\n/load /nonexistent.akv\n/load {broken}\n/help\n"
+              "//one slash\n\n   \n")
     done = t.run("chat", "-m", model, *FEW, "--session", path, "--json", figures, stdin=script.encode(), err="no command /nonsense")
-    for text in ("nothing to take back", "2 turns, ", "which file?", "/nonexistent.akv", "/undo "):
+    for text in ("nothing to take back", "2 turns, ", "which file?", "/nonexistent.akv", broken, "/undo "):
         t.check(text in done.err, f"chat: no {text!r} in {done.err}")
     t.check(turns_of(t, path) == 3, "chat: what was loaded, and one turn more, are not three turns")
     with open(figures, encoding="utf-8") as file:
