@@ -254,6 +254,12 @@ void akv_avx512_place_sums(const float *sums, const akv_level_list *list, float 
 
 void akv_avx512_histogram(const uint32_t *anchor, const float *weight, uint32_t n, const float *weights, float *hist)
 {
+    for (; n >= 16; n -= 16, anchor += 16, weight += 16, weights += 64)
+#pragma GCC unroll 16
+        for (uint32_t t = 0; t < 16; t++) { /* slots are known when this is compiled */
+            float *at = hist + (size_t)anchor[t] * 4;
+            _mm_storeu_ps(at, _mm_fmadd_ps(_mm_set1_ps(weight[t]), _mm_loadu_ps(weights + akv_quad_slot(t) * 4), _mm_loadu_ps(at)));
+        }
     for (uint32_t t = 0; t < n; t++) {
         float *at = hist + (size_t)anchor[t] * 4;
         _mm_storeu_ps(at, _mm_fmadd_ps(_mm_set1_ps(weight[t]), _mm_loadu_ps(weights + akv_quad_slot(t) * 4), _mm_loadu_ps(at)));
