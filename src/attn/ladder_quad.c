@@ -191,26 +191,39 @@ static void tile_anchors(const quad_range *c, int side, uint64_t t0, uint32_t n,
                                anchor, weight);
 }
 
-/* Bytes [from, to) towards the second-level cache. */
-static void fetch(const void *data, uint64_t from, uint64_t to)
+/* Bytes part / parts to (part + 1) / parts of them. */
+static void fetch_share(const void *data, uint64_t bytes, uint64_t part, uint64_t parts)
 {
-#if defined(__GNUC__)
-    for (uint64_t i = from; i < to; i += 64)
-        __builtin_prefetch((const char *)data + i, 0, 2);
-#else
-    (void)data, (void)from, (void)to;
-#endif
+    const uint64_t from = bytes * part / parts;
+    akv_quad_fetch((const char *)data + from, (uint32_t)(bytes * (part + 1) / parts - from));
 }
 
 /*
  * What the hardware does not guess: anchors are read here and there, everything else in a dozen short streams side by side. First
- * what the queries meet at once.
+ * the small tables that a task begins with, all at once instead of one after the other, and the basis.
  */
-static void fetch_begin(const quad_range *c)
+static void fetch_begin(const quad_range *c, const uint16_t *mean)
+{
+    for (int side = 0; side < AKV_SIDES; side++) {
+        const akv_ladder_view *v = &c->side[side];
+        akv_quad_fetch(v->tables, v->num_levels * (uint32_t)akv_div_up(v->num_coords, 4));
+        akv_quad_fetch(v->anchor_scales, v->num_anchors * 2);
+        akv_quad_fetch(v->units, v->dim * 2);
+        akv_quad_fetch(v->sigmas, v->num_coords * 2);
+        akv_quad_fetch(v->basis_scales, v->basis_cols * 4);
+    }
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    akv_quad_fetch(mean, v->dim * 2);
+    akv_quad_fetch(v->index + c->task->begin / 8 * v->index_bits, AKV_QUAD_TILE / 2 * v->index_bits);
+    akv_quad_fetch(v->coeff + c->task->begin / 2, 2 * AKV_QUAD_TILE);
+    akv_quad_fetch(v->basis, v->basis_cols * v->basis_dim);
+}
+
+/* The keys' anchors, by fourths between the steps of a task's beginning. */
+static void fetch_anchors(const quad_range *c, uint32_t fourth)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
-    fetch(v->basis, 0, (uint64_t)v->basis_cols * v->basis_dim);
-    fetch(v->anchors, 0, (uint64_t)v->num_anchors * v->dim);
+    fetch_share(v->anchors, (uint64_t)v->num_anchors * v->dim, fourth, 4);
 }
 
 /* A tile's share of what the end of the part will want. */
@@ -218,29 +231,35 @@ static void fetch_end(const quad_range *c, uint64_t t0)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_V];
     const uint64_t tiles = akv_div_up(c->task->end - c->task->begin, AKV_QUAD_TILE), tile = (t0 - c->task->begin) / AKV_QUAD_TILE;
-    const uint64_t anchors = (uint64_t)v->num_anchors * v->dim, basis = (uint64_t)v->basis_cols * v->basis_dim;
-    fetch(v->anchors, anchors * tile / tiles, anchors * (tile + 1) / tiles);
-    fetch(v->basis, basis * tile / tiles, basis * (tile + 1) / tiles);
+    fetch_share(v->anchors, (uint64_t)v->num_anchors * v->dim, tile, tiles);
+    fetch_share(v->basis, (uint64_t)v->basis_cols * v->basis_dim, tile, tiles);
+}
+
+/* The anchor numbers of the values of a tile and of the keys some tiles further on; levels of the block. */
+static void fetch_tile(const quad_range *c, uint64_t t0)
+{
+    const uint64_t tile = t0 % AKV_BLOCK_TOKENS / AKV_QUAD_TILE;
+    for (int side = 0; side < AKV_SIDES; side++) {
+        const akv_ladder_view *v = &c->side[side];
+        const uint64_t ahead = t0 + (side == AKV_SIDE_K ? 4 * AKV_QUAD_TILE : 0);
+        akv_quad_fetch(v->index + ahead / 8 * v->index_bits, AKV_QUAD_TILE / 8 * v->index_bits);
+        akv_quad_fetch(v->coeff + ahead / 2, AKV_QUAD_TILE / 2);
+        if (tile < v->planes)
+            akv_quad_fetch(v->levels + tile * v->plane_bytes + t0 / AKV_BLOCK_TOKENS * (AKV_BLOCK_TOKENS / 8), AKV_BLOCK_TOKENS / 8);
+    }
 }
 
 /*
- * A tile's share of what its block will want: codes of both sides, the values' anchors, levels; and the keys' anchors of
- * some tiles further on. Tile by tile, since a burst would only wait for room.
+ * A tile's share of the codes of its block, both sides. They are most of what is read, so the anchor kernel fetches them while it sums:
+ * a burst would fill all the buffers in which lines wait for memory, and the loops would wait for theirs.
  */
-static void fetch_tile(const quad_range *c, uint64_t t0)
+static const uint8_t *tile_codes(const quad_range *c, uint64_t t0, uint32_t *bytes)
 {
     const uint64_t block = t0 / AKV_BLOCK_TOKENS, tile = t0 % AKV_BLOCK_TOKENS / AKV_QUAD_TILE, tiles = AKV_BLOCK_TOKENS / AKV_QUAD_TILE;
     const uint64_t *offsets = c->side[AKV_SIDE_K].offsets + block * 2; /* keys, then values: neighbours */
-    const uint64_t bytes = offsets[2] - offsets[0], from = bytes * tile / tiles, to = bytes * (tile + 1) / tiles;
-    fetch(c->side[AKV_SIDE_K].codes + offsets[0], from, to);
-    for (int side = 0; side < AKV_SIDES; side++) {
-        const akv_ladder_view *v = &c->side[side];
-        const uint64_t ahead = t0 + (side == AKV_SIDE_K ? 4 * AKV_QUAD_TILE : 0), eight = ahead / 8, more = AKV_QUAD_TILE / 8;
-        fetch(v->index, eight * v->index_bits, (eight + more) * v->index_bits);
-        fetch(v->coeff, eight * 4, (eight + more) * 4);
-        if (tile < v->planes)
-            fetch(v->levels + tile * v->plane_bytes, t0 / AKV_BLOCK_TOKENS * (AKV_BLOCK_TOKENS / 8), (block + 1) * (AKV_BLOCK_TOKENS / 8));
-    }
+    const uint64_t all = offsets[2] - offsets[0], from = all * tile / tiles;
+    *bytes = (uint32_t)(all * (tile + 1) / tiles - from);
+    return c->side[AKV_SIDE_K].codes + offsets[0] + from;
 }
 
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
@@ -252,14 +271,16 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
+        uint32_t bytes = 0;
+        const uint8_t *codes = tile_codes(c, b0 + t, &bytes);
         fetch_tile(c, b0 + t);
-        fetch_end(c, b0 + t);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
         c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
+        fetch_end(c, b0 + t);
         c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
         tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
         c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
-                                  logits);
+                                  logits, codes, bytes);
     }
 }
 
@@ -298,6 +319,9 @@ static void anchor_logits_gaps(const quad_range *c, uint64_t b0, uint32_t n)
     float weight[AKV_BLOCK_TOKENS + 16] = {0};
     float mean[AKV_QUAD_TILE * AKV_QUAD_ROWS], tile[AKV_QUAD_TILE * AKV_QUAD_ROWS] = {0};
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
+        uint32_t bytes = 0;
+        const uint8_t *codes = tile_codes(c, b0 + t, &bytes);
+        akv_quad_fetch(codes, bytes);
         fetch_tile(c, b0 + t);
         fetch_end(c, b0 + t);
         tile_anchors(c, AKV_SIDE_K, b0 + t, n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE, anchor + t, weight + t);
@@ -320,7 +344,7 @@ static void anchor_logits_gaps(const quad_range *c, uint64_t b0, uint32_t n)
         for (uint32_t k = 0; k < m; k++)
             memcpy(tile + akv_quad_slot(k) * 4, mean + akv_quad_slot((uint32_t)(positions[i + k] - base)) * 4, 4 * sizeof *tile);
         c->kernels->anchor_logits(v->anchors, &c->shape, gaps ? c->s->turn16 : turn16, c->s->query16, anchor + i, weight + i,
-                                  c->anchor_scale, m, tile);
+                                  c->anchor_scale, m, tile, NULL, 0);
         for (uint32_t k = 0; k < m; k++)
             memcpy(c->s->logits + (size_t)akv_quad_slot(i + k) * 4, tile + akv_quad_slot(k) * 4, 4 * sizeof *tile);
     }
@@ -450,9 +474,10 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         c.side[side] = akv_view_ladder(segment, side, task->kv_head);
         c.lists[side] = s->lists[side];
     }
-    fetch_begin(&c);
+    fetch_begin(&c, mean);
     for (int side = 0; side < AKV_SIDES; side++)
         prepare_side(&c, side);
+    fetch_anchors(&c, 0);
     akv_load_queries(task, s);
     for (size_t i = 0; i < (size_t)task->rows * dk; i++)
         s->query[i] *= (float)task->params->sm_scale;
@@ -467,8 +492,14 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
             f.max[r] = -INFINITY;
             f.base[r] = f.sum[r] = 0.0f;
         }
+        if (row0 == 0)
+            fetch_anchors(&c, 1);
         prepare_anchors(&c, query, mean);
+        if (row0 == 0)
+            fetch_anchors(&c, 2);
         prepare_levels(&c, query);
+        if (row0 == 0)
+            fetch_anchors(&c, 3);
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));
         for (uint32_t l = 0; l < h->num_levels; l++)
             memset(level_sums(&c, l), 0, (size_t)c.level[AKV_SIDE_V][l].fours * 64 * sizeof(float));

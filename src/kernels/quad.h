@@ -33,6 +33,17 @@ static inline uint32_t akv_quad_slot(uint32_t t)
     return (t & ~15u) | (t & 3u) << 2 | (t >> 2 & 3u);
 }
 
+/* The lines of `bytes` at p towards the second-level cache. */
+static inline void akv_quad_fetch(const void *p, uint32_t bytes)
+{
+#if defined(__GNUC__)
+    for (uint32_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch((const char *)p + i, 0, 2);
+#else
+    (void)p, (void)bytes;
+#endif
+}
+
 /* A weight of 16 bits as one of 8, in steps of 257. */
 static inline uint32_t akv_quad_weight8(uint32_t w)
 {
@@ -111,10 +122,12 @@ typedef struct akv_quad_kernels {
      * 2^-14), y0 = mulr(x0, c) - mulr(x1, s), y1 = mulr(x0, s) + mulr(x1, c) with mulr(a, b) = (a b + 2^14) >> 15; the rest
      * is byte * 128. query16 covers akv_quad_width() coordinates in the order of turn_rows, the rest as one more part of each 32;
      * the caller's scales see to it that no sum leaves 32 bits. anchors [k][dim], nothing beyond is read; anchor and weight are
-     * as unpack_anchors leaves them, and logits up to the next multiple of 16 may be written too.
+     * as unpack_anchors leaves them, and logits up to the next multiple of 16 may be written too. ahead: what will be read soon, fetched
+     * into the cache meanwhile, best a few lines at a time (akv_quad_fetch).
      */
     void (*anchor_logits)(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits);
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                          const void *ahead, uint32_t ahead_bytes);
 
     /*
      * Tokens of a block by level (akv_ladder_sort, but slots instead of places): slots[first[l] .. first[l + 1]) are those of

@@ -17,7 +17,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 static void anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits);
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                          const void *ahead, uint32_t ahead_bytes);
 static void code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *query, const int32_t *bias,
                       const float *scale, const uint16_t *slots, float *logits);
 static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
@@ -39,8 +40,10 @@ INLINE __m256i high_bytes(const int8_t *p, uint32_t count)
 }
 
 static void anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits)
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                          const void *ahead, uint32_t ahead_bytes)
 {
+    akv_quad_fetch(ahead, ahead_bytes);
     const uint32_t P = shape->planes, PP = shape->padded_planes, width = akv_quad_width(shape);
     const bool half = shape->style == AKV_ROPE_HALF_SPLIT;
     const __m128 scales = _mm_loadu_ps(scale);

@@ -181,7 +181,8 @@ void akv_avx512_turn_rows(const float *rows, double *cosine, double *sine, const
 void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
                             const float *rest, float *logits);
 void akv_avx512_anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                              const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits);
+                              const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                              const void *ahead, uint32_t ahead_bytes);
 void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_t *query, int32_t *bias, float *scale);
 void akv_avx512_code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *all_query, const int32_t *bias,
                           const float *scale, const uint16_t *slots, float *logits);

@@ -230,7 +230,7 @@ INLINE __m512i anchor_token(const int8_t *a, const akv_quad_shape *shape, uint32
 
 INLINE void anchor_tile(const int8_t *anchors, const akv_quad_shape *shape, uint32_t parts, uint32_t rest_parts, bool half,
                         const int16_t *turn16, const int16_t *query16, const uint32_t *anchor, const float *weight,
-                        const float *scale, uint32_t n, float *logits)
+                        const float *scale, uint32_t n, float *logits, const char *ahead, uint32_t lines)
 {
     const __m512i spread = spread_low_half();
     /* [row][token] -> [token][row] */
@@ -241,6 +241,8 @@ INLINE void anchor_tile(const int8_t *anchors, const akv_quad_shape *shape, uint
     _Alignas(64) int16_t x[2][2 * AKV_QUAD_MAX_DIM];
     for (uint32_t t0 = 0; t0 < n; t0 += 16)
         for (uint32_t i = 0; i < 4; i++) { /* tokens t0 + i, + 4, + 8, + 12: neighbours in slot order */
+            akv_quad_fetch(ahead, 64 * lines);
+            ahead += 64 * lines;
             __m512i acc[4];
             _Alignas(16) float w[4];
 #pragma GCC unroll 4
@@ -274,7 +276,7 @@ INLINE void turn_128(const int8_t *a, const int16_t *turn, __m512i spread, int16
  * summed eight at a time.
  */
 static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
-                            const float *weight, const float *scale, uint32_t n, float *logits)
+                            const float *weight, const float *scale, uint32_t n, float *logits, const char *ahead, uint32_t lines)
 {
     const __m512i turn_over = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512i each4 = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
@@ -285,12 +287,21 @@ static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const 
 #pragma GCC unroll 16
     for (int e = 0; e < 16; e++)
         q[e] = _mm512_loadu_si512(query16 + 32 * e);
-    for (uint32_t t0 = 0; t0 < n; t0 += 16) {
-        for (uint32_t l = 0; l < 16; l++)
+    for (uint32_t t0 = 0; t0 < n; t0 += 16, ahead += 64 * lines) {
+        akv_quad_fetch(ahead, 64 * lines);
+        ahead += 64 * lines;
+        for (uint32_t l = 0; l < 16; l++) {
+            if (l == 8) {
+                akv_quad_fetch(ahead, 64 * lines);
+                ahead += 64 * lines;
+            }
             turn_128(anchors + (size_t)anchor[t0 + l] * 128, turn16 + (size_t)(t0 + l) * 128, spread, x[l]);
+        }
         __asm__("" : : "r"(x) : "memory"); /* or the compiler takes the lanes out of registers, two shuffles each */
         const __m512 weights = _mm512_loadu_ps(weight + t0);
         for (uint32_t f = 0; f < 4; f += 2) { /* tokens f, f + 4, f + 8, f + 12 are neighbours in slot order; then f + 1 and so on */
+            akv_quad_fetch(ahead, 64 * lines);
+            ahead += f == 0 ? 64 * lines : 0;
             __m512i acc[8];
 #pragma GCC unroll 8
             for (int l = 0; l < 8; l++)
@@ -313,17 +324,20 @@ static void anchor_tile_128(const int8_t *anchors, const int16_t *turn16, const 
 }
 
 void akv_avx512_anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits)
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                          const void *ahead, uint32_t ahead_bytes)
 {
     const uint32_t parts = shape->padded_planes / 32, rest_parts = shape->padded_rest / 32;
+    /* a fourth of the share of 16 tokens, rounded up: some lines behind the end do no harm */
+    const uint32_t fours = 4 * ((n + 15) / 16), lines = n == 0 ? 0 : ((ahead_bytes + 63) / 64 + fours - 1) / fours;
     /* the shapes of most models with known trip counts */
     if (shape->style == AKV_ROPE_HALF_SPLIT && shape->rest == 0 && shape->planes == 64) {
-        anchor_tile_128(anchors, turn16, query16, anchor, weight, scale, n, logits);
+        anchor_tile_128(anchors, turn16, query16, anchor, weight, scale, n, logits, ahead, lines);
     } else if (shape->style == AKV_ROPE_HALF_SPLIT && shape->rest == 0 && shape->planes == 32) {
-        anchor_tile(anchors, shape, 1, 0, true, turn16, query16, anchor, weight, scale, n, logits);
+        anchor_tile(anchors, shape, 1, 0, true, turn16, query16, anchor, weight, scale, n, logits, ahead, lines);
     } else {
         anchor_tile(anchors, shape, parts, rest_parts, shape->style == AKV_ROPE_HALF_SPLIT, turn16, query16, anchor, weight, scale, n,
-                    logits);
+                    logits, ahead, lines);
     }
 }
 

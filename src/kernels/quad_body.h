@@ -81,8 +81,10 @@ static int32_t mulr(int32_t a, int32_t b)
 }
 
 static void anchor_logits(const int8_t *anchors, const akv_quad_shape *shape, const int16_t *turn16, const int16_t *query16,
-                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits)
+                          const uint32_t *anchor, const float *weight, const float *scale, uint32_t n, float *logits,
+                          const void *ahead, uint32_t ahead_bytes)
 {
+    akv_quad_fetch(ahead, ahead_bytes);
     const uint32_t P = shape->planes, width = akv_quad_width(shape);
     const bool half = shape->style == AKV_ROPE_HALF_SPLIT;
     for (uint32_t t = 0; t < n; t++) {

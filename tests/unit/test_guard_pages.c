@@ -333,7 +333,7 @@ static void quad_anchors(const akv_quad_kernels *k)
                      uint32_t *anchor = below(whole(n), count, &rng); float *weight = floats(whole(n), &rng), *scale = floats(4, &rng);
                      for (uint32_t t = n; t < whole(n); t++) anchor[t] = 0, weight[t] = 0;
                      for (size_t e = 0; e < (size_t)128 * shape.padded_planes; e++) turn[e] = (int16_t)(turn[e] / 2);
-                     k->anchor_logits(a, &shape, turn, query, anchor, weight, scale, n, floats(whole(n) * 4, &rng)));
+                     k->anchor_logits(a, &shape, turn, query, anchor, weight, scale, n, floats(whole(n) * 4, &rng), a, 64));
             }
 }
 

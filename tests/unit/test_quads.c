@@ -168,7 +168,7 @@ static void anchors(void)
                     float logits[256];
                     for (int l = 0; l < 256; l++)
                         logits[l] = 2;
-                    k->anchor_logits(bytes, &shape, turn, query, anchor, weight, scale, n, logits);
+                    k->anchor_logits(bytes, &shape, turn, query, anchor, weight, scale, n, logits, bytes, 128);
                     for (uint32_t t = 0; t < n; t++) {
                         const int8_t *a = bytes + anchor[t] * dim;
                         int32_t x[1024] = {0};
