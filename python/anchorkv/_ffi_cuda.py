@@ -76,6 +76,7 @@ def bind(lib: C.CDLL, path: str) -> SimpleNamespace:
         )
     _ffi.check_layout(lib, path, STAMPED)
     diag, batch, size, handle = C.POINTER(_ffi.Diag), C.POINTER(Batch), C.POINTER(C.c_size_t), C.POINTER(C.c_void_p)
+    layer, config = C.POINTER(_ffi.Layer), C.POINTER(_ffi.Config)
     memory, out = C.c_void_p, SimpleNamespace()
     for name, result, arguments in (
         ("batch_init", None, [batch]),
@@ -90,6 +91,12 @@ def bind(lib: C.CDLL, path: str) -> SimpleNamespace:
             [batch, memory, C.c_size_t, memory, C.c_size_t, C.c_void_p, handle, diag],
         ),
         ("plan_destroy", None, [C.c_void_p]),
+        ("compress_workspace_bytes", C.c_int, [layer, config, size, diag]),
+        (
+            "compress",
+            C.c_int,
+            [layer, C.c_void_p, config, memory, C.c_size_t, C.c_void_p, handle, diag],
+        ),
         ("attend", C.c_int, [C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p]),  # prepared references: a call a layer
     ):
         function = _ffi.function_of(lib, path, f"akv_cuda_{name}")

@@ -6,13 +6,13 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes as C
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from . import _ffi
-from .arrays import Array, view
+from .arrays import Array, View, view
 
 Profile = Literal["default", "paper"]
 Method = Literal["anchorkv", "snapkv", "dense"]
@@ -30,6 +30,18 @@ class AkvError(RuntimeError):
         self.status = status
         self.name: str = _lib.akv_status_str(status).decode()
         super().__init__(f"{self.name}: {message}" if message else self.name)
+
+
+class Compressor(Protocol):
+    """Compression where the arrays lie, when that is not host memory."""
+
+    kind: str  # as torch names the device's type
+
+    def view(self, x: Any, name: str) -> View: ...
+
+    def compress(self, layer: Any, config: Any, out: Any, diag: Any) -> int:
+        """The status of akv_compress's arguments."""
+        ...
 
 
 def version() -> str:
@@ -77,6 +89,8 @@ class Segment:
     def __init__(self, handle: int | None) -> None:
         self._handle = handle
         self.uploaded: Any = None  # its copy on a GPU, when AnchorKVCache made one
+        self.compressed_on: str | None = None  # "cpu" or "cuda"; None: it was read from a file
+        self.why_cpu: str | None = None  # of a segment that a GPU could not compress
         info = self._info()
         self.nbytes: int = info.bytes.total
         self.num_kv_heads, self.num_tokens = info.shape.num_kv_heads, info.shape.num_tokens
@@ -84,9 +98,13 @@ class Segment:
 
     def __copy__(self) -> Segment:
         """Segments never change: a copy is one more reference."""
-        copy = Segment(_lib.akv_segment_retain(self.handle))
+        copy = self._like(Segment(_lib.akv_segment_retain(self.handle)))
         copy.uploaded = self.uploaded
         return copy
+
+    def _like(self, other: Segment) -> Segment:
+        other.compressed_on, other.why_cpu = self.compressed_on, self.why_cpu
+        return other
 
     def __deepcopy__(self, memo: object) -> Segment:
         return self.__copy__()
@@ -154,7 +172,7 @@ class Segment:
         """The first tokens as a segment of their own: the same keys and values, bit by bit (not for profile paper)."""
         handle, diag = C.c_void_p(), _ffi.Diag()
         _check(_lib.akv_segment_cut(self.handle, num_tokens, None, C.byref(handle), C.byref(diag)), diag)
-        return Segment(handle.value)
+        return self._like(Segment(handle.value))
 
     def data(self) -> bytes:
         """The canonical bytes (docs/format.md), copied."""
@@ -208,6 +226,7 @@ def compress(
     layer_index: int = 0,
     seed: int = 0,
     executor: int | None = None,
+    compressor: Compressor | None = None,
 ) -> Segment:
     """One layer -> Segment. Arrays (torch, numpy, DLPack) are read in place, whatever their strides.
 
@@ -218,9 +237,10 @@ def compress(
     method         "anchorkv", "snapkv" (eviction at equal bytes) or "dense"
     overrides      fields of akv_experiment by name; they start from the profile's own values
     executor       Threads.executor, or None: one after the other
+    compressor     who compresses arrays that are not in host memory; None: the library's CPU codec
     """
-    views = {"keys": view(keys, "keys"), "values": view(values, "values"), "queries": view(queries, "queries")}
-    k, v, q = (views[n] for n in ("keys", "values", "queries"))
+    read = view if compressor is None else compressor.view
+    k, v, q = read(keys, "keys"), read(values, "values"), read(queries, "queries")
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(f"keys {k.shape} and values {v.shape} must agree in heads and tokens")
     if k.shape[0] == 0 or q.shape[0] == 0 or q.shape[0] % k.shape[0] or q.shape[2] != k.shape[2]:
@@ -234,7 +254,7 @@ def compress(
     layer.keys, layer.values, layer.queries = k.tensor, v.tensor, q.tensor
     keep: list[object] = []  # what the structs point to must outlive the call
     if sampled is not None and sampled_positions is not None and len(sampled_positions) > 0:
-        m = view(sampled, "sampled")
+        m = read(sampled, "sampled")
         at = np.ascontiguousarray(sampled_positions, np.int32)
         if m.shape != (q.shape[0], len(at), k.shape[2]):
             raise ValueError(f"sampled {m.shape} must be [{q.shape[0]}, {len(at)}, {k.shape[2]}]")
@@ -271,9 +291,12 @@ def compress(
     calls = {"anchorkv": _lib.akv_compress, "snapkv": _lib.akv_evict_snapkv, "dense": _lib.akv_segment_create_dense}
     if method not in calls:
         raise ValueError(f"method {method!r} is unknown; there are {', '.join(calls)}")
-    _check(calls[method](C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
+    call = calls[method] if compressor is None else compressor.compress
+    _check(call(C.byref(layer), C.byref(config), C.byref(handle), C.byref(diag)), diag)
     del keep
-    return Segment(handle.value)
+    segment = Segment(handle.value)
+    segment.compressed_on = "cpu" if compressor is None else compressor.kind
+    return segment
 
 
 def plan(

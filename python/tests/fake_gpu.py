@@ -4,6 +4,7 @@ read the structs as the library does and let the CPU's akv_attend compute. Tests
 
 import contextlib
 import ctypes as C
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +16,7 @@ from anchorkv.transformers_cache import device
 
 SIZES = {_ffi.F32: 4, _ffi.F16: 2, _ffi.BF16: 2}
 OWN, SCRATCH = 512, 4096  # and SCRATCH for each query
+WORKSPACE = 8192
 REFUSE = 99  # more queries than this are refused as out of memory
 
 
@@ -22,6 +24,8 @@ class FakeGPU:
     """.calls counts by name; plans and segments that live are in .plans and .segments."""
 
     def __init__(self):
+        self.lock = threading.Lock()
+        self.refusal = None  # what compress_workspace_bytes says, if it refuses
         self.calls, self.plans, self.segments, self.next = {}, {}, {}, 1000
         self.functions = SimpleNamespace(
             **{n: getattr(self, n) for n in dir(self) if not n.startswith("_") and callable(getattr(self, n))}
@@ -32,17 +36,22 @@ class FakeGPU:
         monkeypatch.setattr(device, "is_gpu", lambda d: True)
         monkeypatch.setattr(device, "check_device", lambda d: None)
         monkeypatch.setattr(device, "stream_of", lambda d: 7)
+        monkeypatch.setattr(device, "mark", lambda d: "now")
+        monkeypatch.setattr(device, "after", lambda point, d: 7 if point == "now" else None)
         monkeypatch.setattr(device, "current", lambda d: contextlib.nullcontext())
         monkeypatch.setattr(device, "is_current", lambda d: True)
+        monkeypatch.setattr(device.Compressor, "why_not", lambda self: None)
         return self
 
     def _count(self, name):
-        self.calls[name] = self.calls.get(name, 0) + 1
+        with self.lock:  # uploads come from several threads
+            self.calls[name] = self.calls.get(name, 0) + 1
 
     def _new(self, table, value, out):
-        self.next += 1
-        table[self.next] = value
-        out._obj.value = self.next
+        with self.lock:
+            self.next += 1
+            table[self.next] = value
+            out._obj.value = self.next
         return 0
 
     def batch_init(self, batch):
@@ -65,6 +74,20 @@ class FakeGPU:
         assert stream == 7 and memory
         C.memset(memory, 1, size)
         return self._new(self.segments, _lib.akv_segment_retain(segment), out)
+
+    def compress_workspace_bytes(self, layer, config, size, diag):
+        if self.refusal is not None:
+            diag._obj.message = self.refusal.encode()
+            return -2
+        size._obj.value = WORKSPACE
+        return 0
+
+    def compress(self, layer, pages, config, workspace, size, stream, out, diag):
+        self._count("compress")
+        assert stream == 7 and pages is None and size == WORKSPACE
+        C.memset(workspace, 4, size)
+        assert config._obj.executor is None
+        return _lib.akv_compress(layer, config, out, diag)
 
     def segment_release(self, handle):
         _lib.akv_segment_release(self.segments.pop(handle.value))

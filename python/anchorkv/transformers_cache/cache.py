@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from .layer import INFEASIBLE, AnchorKVLayer, Settings
 from .rope import ropes_of
 
 WHEN = ("forward", "decode", "manual")
+WHERE = ("auto", "gpu", "cpu")
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -90,6 +92,10 @@ class AnchorKVCache(Cache):
     overrides    fields of akv_experiment by name (ablations)
     method       "anchorkv", or "snapkv": eviction at equal bytes, to compare with
     threads      of the C library; default torch.get_num_threads()
+    ratio_of     what the ratio counts. "file": the bytes of the segments as they are saved; "device": as the
+                 kernels of a GPU want them, which is a fifth to two fifths more
+    compress_on  where a model on a GPU has its cache compressed. "auto": on the GPU, by the CPU what the GPU does not
+                 cover (report() counts both and says why); "gpu": there, or an error; "cpu"
     shares       file of a calibration of this model (docs/python.md): the same bytes, split over the layers by what
                  they suffer
     """
@@ -107,6 +113,8 @@ class AnchorKVCache(Cache):
         overrides: Mapping[str, Any] | None = None,
         method: Literal["anchorkv", "snapkv"] = "anchorkv",
         threads: int | None = None,
+        ratio_of: Literal["file", "device"] = "file",
+        compress_on: Literal["auto", "gpu", "cpu"] = "auto",
         llama_cpp: bool = False,
         shares: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -120,6 +128,10 @@ class AnchorKVCache(Cache):
             raise ValueError(f"when is {when!r}; it is one of {', '.join(WHEN)}")
         if method not in ("anchorkv", "snapkv"):
             raise ValueError(f"method is {method!r}; it is 'anchorkv' or 'snapkv'")
+        if ratio_of not in ("file", "device"):
+            raise ValueError(f"ratio_of is {ratio_of!r}; it is 'file' or 'device'")
+        if compress_on not in WHERE:
+            raise ValueError(f"compress_on is {compress_on!r}; it is one of {', '.join(WHERE)}")
         if shares is not None and method != "anchorkv":
             raise ValueError("shares are those of method 'anchorkv'; eviction has none")
         if not 1 <= window <= 1024 or tail_limit < 2 * window:
@@ -158,11 +170,14 @@ class AnchorKVCache(Cache):
             when=when,
             tail_limit=tail_limit,
             window=window,
-            ring=2 * window,
+            ring=window + 8,  # a crop of a few tokens leaves the window whole
             seed=seed,
             overrides=overrides,
             method=method,
             threads=Threads(threads) if threads > 1 else None,
+            ratio_of=ratio_of,
+            growth=1.3,  # bytes on the GPU / bytes in the file of the segment made last
+            compress_on=compress_on,
             order=order,
             devices={},
             shared=None if shares is None else shared_budget(shares, config, 1.0 / ratio, profile, overrides),
@@ -224,11 +239,13 @@ class AnchorKVCache(Cache):
         return total
 
     def report(self) -> dict[str, Any]:
-        """What is held: tokens, bytes of segments and tails, the ratio reached, and why parts are exact if they are."""
+        """What is held: tokens, bytes of segments and tails, the ratio reached, why parts are exact if they are, who
+        compressed the segments, and why the CPU did it when the model is on a GPU."""
         segments = {s.handle: s for layer in self.hosted for row in layer.rows or [] for s in row}
         stored = sum(s.nbytes for s in segments.values())
         dense = sum(s.info()["dense_bytes"] for s in segments.values())
         first, shared = self.hosted[0], self.settings.shared
+        places = Counter(s.compressed_on for s in segments.values())
         return {
             "tokens": self.get_seq_length(),
             "compressed_tokens": first.offset,
@@ -239,6 +256,8 @@ class AnchorKVCache(Cache):
             "ratio": dense / stored if stored else 1.0,
             "held_bytes": self.nbytes(),
             "why_exact": first.why_dense,
+            "compressed_on": {place or "file": count for place, count in places.items()},
+            "why_cpu": next((s.why_cpu for s in segments.values() if s.why_cpu), None),
             "layer_ratios": [layer.ratio() for layer in self.hosted],
             "shares": None if shared is None else shared.report(),
         }

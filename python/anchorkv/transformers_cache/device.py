@@ -7,18 +7,22 @@ memory or the segments change. Nothing here falls back to the CPU, and nothing w
 
 from __future__ import annotations
 
+import concurrent.futures
 import ctypes as C
+import os
 from typing import Any
 
 import torch
 
 from .. import _ffi, _ffi_cuda
+from ..arrays import View
 from ..codec import Segment, _check, _lib
 
 DTYPES = {torch.float32: _ffi.F32, torch.float16: _ffi.F16, torch.bfloat16: _ffi.BF16}
 MANY = 32  # queries of one call, when a further prompt is read
 SCRATCH = 64 << 20  # bytes of intermediate results that such a call may take
 OLDEST = (8, 0)  # compute capability
+COMPRESSES = (9, 0)  # from which akv_cuda_compress works
 
 _functions: Any = None
 
@@ -68,29 +72,110 @@ def is_current(device: torch.device) -> bool:
     return torch.cuda.current_device() == device.index
 
 
+def bytes_of(segment: Segment) -> int:
+    """What a segment takes on a device."""
+    size, diag = C.c_size_t(), _ffi.Diag()
+    _check(functions().upload_bytes(segment.handle, C.byref(size), C.byref(diag)), diag)
+    return size.value
+
+
+def mark(device: torch.device) -> Any:
+    """The point that the current stream has reached."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def after(point: Any, device: torch.device) -> int:
+    """A stream for copies that goes on when that point has passed."""
+    if device not in _copying:
+        _copying[device] = torch.cuda.Stream(device)
+    _copying[device].wait_event(point)
+    return int(_copying[device].cuda_stream)
+
+
+_copying: dict[torch.device, Any] = {}
+_packers: Any = None
+
+
+def packers() -> Any:
+    """Threads that lay segments out for the kernels while the model reads on."""
+    global _packers
+    if _packers is None:
+        _packers = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1), "anchorkv-pack")
+    return _packers
+
+
 class Upload:
-    """A segment on a device; copies of the segment share it."""
+    """A segment on a device; copies of the segment share it. It gets there in the background: `handle` waits for it."""
 
     def __init__(self, segment: Segment, device: torch.device) -> None:
-        self.device, self.handle = device, C.c_void_p()
-        cuda, size, diag = functions(), C.c_size_t(), _ffi.Diag()
-        _check(cuda.upload_bytes(segment.handle, C.byref(size), C.byref(diag)), diag)
+        self.device, self._handle = device, C.c_void_p()
+        self.nbytes = bytes_of(segment)
         with current(device):
-            self.memory = torch.empty(size.value, dtype=torch.uint8, device=device)
-            stream, memory = stream_of(device), self.memory.data_ptr()
-            status = cuda.upload(segment.handle, memory, size.value, stream, C.byref(self.handle), C.byref(diag))
+            # of the current stream, where it is used: what was freed there may still be read until now
+            self.memory = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+            now = mark(device)
+        self._sent = packers().submit(self._send, segment, now)  # which keeps this object, and its memory, till then
+
+    def _send(self, segment: Segment, start: Any) -> None:
+        diag = _ffi.Diag()
+        with current(self.device):
+            stream, memory = after(start, self.device), self.memory.data_ptr()
+            status = functions().upload(
+                segment.handle, memory, self.nbytes, stream, C.byref(self._handle), C.byref(diag)
+            )
         _check(status, diag)
-        self.nbytes = size.value
+
+    @property
+    def handle(self) -> C.c_void_p:
+        self._sent.result()
+        return self._handle
 
     def __del__(self) -> None:
-        if getattr(self, "handle", None):
-            functions().segment_release(self.handle)
+        if getattr(self, "_handle", None):
+            functions().segment_release(self._handle)
 
 
 def upload_of(segment: Segment, device: torch.device) -> Upload:
     if segment.uploaded is None or segment.uploaded.device != device:
         segment.uploaded = Upload(segment, device)
     return segment.uploaded
+
+
+class Compressor:
+    """akv_cuda_compress for codec.compress, on torch's current stream; arrays are torch tensors on the device."""
+
+    kind = "cuda"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def why_not(self) -> str | None:
+        """Why this device cannot compress, if it cannot."""
+        capability = torch.cuda.get_device_capability(self.device)
+        if capability >= COMPRESSES:
+            return None
+        return (
+            f"{torch.cuda.get_device_name(self.device)} has compute capability {capability[0]}.{capability[1]}; "
+            f"compression on the GPU needs {COMPRESSES[0]}.{COMPRESSES[1]}"
+        )
+
+    def view(self, x: torch.Tensor, name: str) -> View:
+        if x.device != self.device:
+            raise TypeError(f"{name} is on {x.device}, not on {self.device}")
+        return View(x.data_ptr(), DTYPES[x.dtype], x.shape, x.stride(), x)
+
+    def compress(self, layer: Any, config: Any, out: Any, diag: Any) -> int:
+        cuda, size = functions(), C.c_size_t()
+        with current(self.device):
+            status = cuda.compress_workspace_bytes(layer, config, C.byref(size), diag)
+            if status:
+                return int(status)
+            workspace = torch.empty(size.value, dtype=torch.uint8, device=self.device)
+            # it has waited for the stream when it returns: what it read and wrote may be freed
+            stream, memory = stream_of(self.device), workspace.data_ptr()
+            return int(cuda.compress(layer, None, config, memory, size.value, stream, out, diag))
 
 
 class Shared:
@@ -238,6 +323,7 @@ class DeviceAttention:
 
     def __init__(self, shared: Shared) -> None:
         self.shared, self.plan = shared, None
+        self.compressor = Compressor(shared.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAttention:
         shared = memo.get(id(self.shared)) or self.shared.__deepcopy__(memo)

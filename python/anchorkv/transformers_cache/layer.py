@@ -19,6 +19,8 @@ SAMPLED = 64  # further prompt queries that weight the key coordinates
 GROW = 256  # tokens by which the tail's memory grows at least
 GROW_GPU = 64  # there memory counts more than the copy
 INFEASIBLE = -20  # AKV_E_INFEASIBLE
+UNSUPPORTED = -2  # AKV_E_UNSUPPORTED
+FITS = 6  # segments that are made, at most, until one fits on the GPU as asked
 
 
 class Settings:
@@ -94,6 +96,10 @@ class AnchorKVLayer(CacheLayerMixin):
         elif device.type != "cpu":
             raise NotImplementedError(
                 f"the model is on {device}; AnchorKVCache works on CUDA GPUs and the CPU: model.cpu()"
+            )
+        elif self.settings.ratio_of == "device":
+            raise NotImplementedError(
+                "ratio_of='device' counts the bytes on a GPU, and the model is on the CPU: model.cuda()"
             )
         self.device = device
 
@@ -481,17 +487,11 @@ class AnchorKVLayer(CacheLayerMixin):
             shape = dict(num_tokens=tokens, num_kv_heads=k.shape[0], gqa_group=q.shape[0] // k.shape[0])
             shape.update(head_dim=k.shape[2], head_dim_v=v.shape[2], rotary_dim=self.rope.dim, window=window)
             keep_ratio = s.shared.keep_of(self.index, tuple({**shape, "has_positions": not consecutive}.items()))
-        # akv_compress reads host memory. akv_cuda_compress would take k, v, q and m where they are, here.
-        k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
-        segment = compress(
-            k,
-            v,
-            q,
+        options = dict(
             keep_ratio=keep_ratio,
             profile=s.profile,
             overrides=s.overrides,
             method=method or s.method,
-            sampled=m,
             sampled_positions=asked,
             positions=None if consecutive else positions.numpy(),
             first_position=int(positions[0]),
@@ -502,8 +502,57 @@ class AnchorKVLayer(CacheLayerMixin):
             logit_softcap=self.softcap,
             layer_index=self.index,
             seed=s.seed,
-            executor=s.threads.executor if s.threads else None,
         )
+        if s.ratio_of == "device" and options["method"] != "dense":
+            return self._compress_to_fit(k, v, q, m, options)
+        return self._compress_arrays(k, v, q, m, options)
+
+    def _compress_to_fit(self, k, v, q, m, options):
+        """Until the segment takes on the GPU, in the kernels' form, what the ratio allows, or up to 2 % less."""
+        s, goal, best = self.settings, options["keep_ratio"], None
+        keep = goal / s.growth
+        for _ in range(FITS):
+            try:
+                segment = self._compress_arrays(k, v, q, m, {**options, "keep_ratio": min(1.0, keep)})
+            except AkvError as error:
+                if error.status != INFEASIBLE or best is None:
+                    raise
+                break  # what fits is there already
+            taken = cuda.bytes_of(segment) / segment.info()["dense_bytes"]
+            s.growth = taken * segment.info()["dense_bytes"] / segment.nbytes  # the next layer begins with it
+            if taken <= goal and (best is None or segment.nbytes > best.nbytes):
+                best = segment
+            if 0.98 * goal <= taken <= goal or (best is not None and keep >= 1):
+                break
+            keep *= 0.99 * goal / taken
+        if best is None:
+            raise ValueError(
+                f"layer {self.index}: no segment was found that takes 1/{1 / goal:.1f} of the dense bytes on the GPU; "
+                "use ratio_of='file', or a smaller ratio"
+            )
+        return best
+
+    def _compress_arrays(self, k, v, q, m, options):
+        """On the GPU where it can; else by the CPU, and the segment says why."""
+        s, why = self.settings, None
+        if self.gpu is not None and s.compress_on != "cpu":
+            if options["method"] != "anchorkv":
+                why = f"method {options['method']!r} is compressed by the CPU"
+            else:
+                why = self.gpu.compressor.why_not()
+            if why is None:
+                try:
+                    return compress(k, v, q, sampled=m, compressor=self.gpu.compressor, **options)
+                except AkvError as error:
+                    if error.status != UNSUPPORTED:
+                        raise
+                    why = str(error)
+            if s.compress_on == "gpu" and options["method"] != "dense":
+                raise NotImplementedError(f"layer {self.index}: compress_on='gpu', but {why}")
+        k, v, q, m = (None if x is None else x.cpu() for x in (k, v, q, m))
+        executor = s.threads.executor if s.threads else None
+        segment = compress(k, v, q, sampled=m, executor=executor, **options)
+        segment.why_cpu = why
         return segment
 
     # ---------------------------------------------------------------------------------------------------------- numbers
