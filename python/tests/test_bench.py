@@ -402,3 +402,28 @@ def test_report_of_made_up_numbers(tmp_path):
     log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert "| a@10 | 1/10.00 | 75.0 | 17.7 | 75 | 2 |" in report.markdown([log])
     assert runner.read(log)[1]["method"] == "dense"
+
+
+def test_claims_share_the_work_and_found_answers_end(tmp_path):
+    """Processes with one folder of claims make every record once; an answer is asked whether its score is settled."""
+
+    class Bench:
+        def __init__(self):
+            self.asked = []
+
+        def answer(self, method, context, question, prefix, new_tokens, aware, chat, settled):
+            self.asked.append(context)
+            assert not settled("a and") and settled("b and A")
+            return "a", 1, 2
+
+        def dense_bytes(self, tokens):
+            return 4
+
+    samples = [
+        ({"task": "vt", "ctx": 8, "sample": i}, ruler.Sample(str(i), "q", "", ["a", "b"], 4)) for i in range(4)
+    ]
+    one, two = Bench(), Bench()
+    dense = methods.make("dense")
+    for bench, name, part in ((one, "1.jsonl", samples[:2]), (two, "2.jsonl", samples), (one, "1.jsonl", samples)):
+        runner.answers(bench, runner.Log(str(tmp_path / name), {}), [dense], part, False, str(tmp_path))
+    assert one.asked == ["0", "1"] and two.asked == ["2", "3"]

@@ -2,6 +2,7 @@
 """python -m anchorkv.bench ruler|niah|longbench|ppl|ablation|calibrate|report"""
 
 import argparse
+import os
 import sys
 
 from . import methods as method_names
@@ -60,6 +61,11 @@ def parser():
         if name not in ("ppl", "ablation"):
             s.add_argument("--aware", action="store_true", help="the question is part of what is compressed")
             s.add_argument("--plain", action="store_true", help="no chat template")
+            s.add_argument(
+                "--claims",
+                metavar="FOLDER",
+                help="for several processes, each with its own --out: who makes a record notes it there; report reads all",
+            )
         if name in ("ruler", "niah"):
             s.add_argument("--prose", help="text file for haystacks; made up without one")
         if name == "ruler":
@@ -142,7 +148,7 @@ def samples_of(a, bench):
                 for i in range(a.samples):
                     sample = ruler.passkey(ctx, depth, bench.count, a.seed, i, prose)
                     digits = sample.answers[0]
-                    sample.score = lambda text, digits=digits: ruler.common_run(digits, text)
+                    sample.score = lambda text, digits=digits: ruler.common_run(digits, text)  # its settled() asks this
                     out.append(({"task": "passkey", "ctx": ctx, "sample": i, "depth": round(depth, 3)}, sample))
         return out
     tasks = a.tasks.split(",") if a.tasks else list(ruler.TASKS)
@@ -226,7 +232,9 @@ def main(arguments=None):
                 samples = samples_of(a, bench)
             except ValueError as error:
                 raise SystemExit(str(error)) from None
-            runner.answers(bench, log, chosen, samples, a.aware)
+            if a.claims:
+                os.makedirs(a.claims, exist_ok=True)
+            runner.answers(bench, log, chosen, samples, a.aware, a.claims)
         logs = [a.out]
         print(report.markdown(logs))
     if a.html:

@@ -30,6 +30,7 @@ LEVELS = {  # positive Lloyd-Max levels of the unit Gaussian
     4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
 }
 EXACT = 128
+CHECKED = 4  # tokens between two looks at whether an answer's score is settled
 MASKING = ("AdaKV", "CriticalAdaKV", "DuoAttention", "KVzip")
 
 
@@ -135,7 +136,7 @@ class Press(Method):
     @contextlib.contextmanager
     def context(self, model):
         before = model.config._attn_implementation
-        if self.kind == "ObservedAttention":  # needs the attention weights themselves
+        if self.kind == "ObservedAttention":  # needs the attention weights themselves, which eager hands to its hook
             model.set_attn_implementation("eager")
         try:
             with self.press(model):
@@ -146,12 +147,7 @@ class Press(Method):
     def prefill(self, model, ids):
         for layer in model.model.layers:
             layer.self_attn.masked_key_indices = None
-        if self.kind != "ObservedAttention":
-            return super().prefill(model, ids)
-        with self.context(model):
-            cache = self.cache(model)
-            out = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, output_attentions=True)
-        return cache, out.logits[:, -1], self.finish(cache, ids.shape[1])
+        return super().prefill(model, ids)
 
     def finish(self, cache, tokens):
         if hasattr(self.press, "stored_bytes"):
@@ -239,8 +235,9 @@ def make(name, shares=None):
 
 
 @torch.inference_mode()
-def greedy(model, method, ids, question, new_tokens, stop):
-    """(generated ids, bytes): the prompt is compressed, then the question [1, q] (may be empty: the prompt held it)."""
+def greedy(model, method, ids, question, new_tokens, stop, settled=None):
+    """(generated ids, bytes): the prompt is compressed, then the question [1, q] (may be empty: the prompt held it).
+    settled(ids so far): nothing that follows can change the score."""
     cache, logits, size = method.prefill(model, ids)
     at = ids.shape[1]
     out = []
@@ -253,6 +250,8 @@ def greedy(model, method, ids, question, new_tokens, stop):
         if token in stop:
             break
         out.append(token)
+        if settled is not None and len(out) % CHECKED == 0 and settled(out):
+            break
         step = torch.tensor([[token]], device=ids.device)
         logits = model(step, past_key_values=cache, position_ids=torch.tensor([[at]], device=ids.device)).logits[:, -1]
         at += 1

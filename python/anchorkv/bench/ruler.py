@@ -31,6 +31,10 @@ class Sample:
         hits = [a.lower() in low for a in self.answers]
         return float(any(hits)) if self.part else sum(hits) / len(hits)
 
+    def settled(self, prediction):
+        """Everything was found: more text cannot take it away."""
+        return self.score(prediction) == 1.0
+
 
 def listing(items):
     return items[0] if len(items) == 1 else ", ".join(items[:-1]) + ", and " + items[-1]

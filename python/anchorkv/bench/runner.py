@@ -66,6 +66,9 @@ class Bench:
         more = {"gguf_file": file} if file else {}
         self.tokenizer = AutoTokenizer.from_pretrained(folder, **more)
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **more).to(device).eval()
+        if self.model.device.type == "cuda":
+            # torch prefers cuDNN on new GPUs, which makes a plan for every length: 2 ms a layer and token
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.device, self.plain = device, plain or not self.tokenizer.chat_template
         vocabulary, configured = self.tokenizer.get_vocab(), self.model.generation_config.eos_token_id
         self.stop = set(configured if isinstance(configured, list) else [configured]) | {self.tokenizer.eos_token_id}
@@ -97,13 +100,14 @@ class Bench:
     def ids(self, text):
         return torch.tensor([self.encode(text)], dtype=torch.long, device=self.device)
 
-    def answer(self, method, context, question, prefix, new_tokens, aware, chat=True):
-        """(prediction, bytes, tokens that were compressed)."""
+    def answer(self, method, context, question, prefix, new_tokens, aware, chat=True, settled=None):
+        """(prediction, bytes, tokens that were compressed). settled(text): the score cannot change any more."""
         before, after = self.frame(chat)
         context, question = self.ids(before + context), self.ids(question + after + prefix)
         if aware:
             context, question = torch.cat((context, question), 1), question[:, :0]
-        out, size = greedy(self.model, method, context, question, new_tokens, self.stop)
+        done = settled and (lambda out: settled(self.tokenizer.decode(out, skip_special_tokens=True)))
+        out, size = greedy(self.model, method, context, question, new_tokens, self.stop, done)
         return self.tokenizer.decode(out, skip_special_tokens=True), size, context.shape[1]
 
     def dense_bytes(self, tokens):
@@ -125,14 +129,25 @@ def available(names, shares=None):
     return out
 
 
-def answers(bench, log, methods, samples, aware):
-    """samples: [(fields, Sample-like: context, question, prefix, new_tokens, score(), answers, chat)]"""
+def claimed(folder, key):
+    """True for the first process that asks for this record."""
+    name = "_".join(str(k).replace("/", "-") for k in key)
+    try:
+        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def answers(bench, log, methods, samples, aware, claims=None):
+    """samples: [(fields, Sample-like: context, question, prefix, new_tokens, score(), answers, chat, settled())];
+    claims: a folder that processes with other logs share, so that each record is made by one of them."""
     bar = tqdm(total=len(samples) * len(methods), disable=None)
     for fields, sample in samples:
         for method in methods:
             bar.update()
             record = {**fields, "protocol": "aware" if aware else "agnostic", "method": method.name}
-            if log.key(record) in log.done:
+            if log.key(record) in log.done or (claims and not claimed(claims, log.key(record))):
                 continue
             bar.set_description(f"{fields['task']} {method.name}")
             began = time.time()
@@ -145,6 +160,7 @@ def answers(bench, log, methods, samples, aware):
                     sample.new_tokens,
                     aware,
                     getattr(sample, "chat", True),
+                    getattr(sample, "settled", None),
                 )
             except Unavailable as error:
                 tqdm.write(f"left out: {error}", file=sys.stderr)
