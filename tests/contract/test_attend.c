@@ -491,6 +491,15 @@ static void ladder(void)
              .segment_tokens = {2100, 70}, .segment_kind = "ll", .seed = 9);
         CASE(.name = "ladder few tokens far apart", .style = styles[i], .gaps = 3, .segment_tokens = {300}, .segment_kind = "l",
              .seed = 10);
+        /* beyond the kernels of consecutive positions: far apart, or heads of more than 256 */
+        for (uint64_t seed = 0; seed < 3; seed++) {
+            CASE(.name = "ladder far apart, partial", .style = styles[i], .gaps = 3, .rotary = 24, .segment_tokens = {300},
+                 .segment_kind = "l", .seed = 20 + seed);
+            CASE(.name = "ladder far apart, no rotation", .style = styles[i], .gaps = 3, .rotary = 0, .T = 2, .segment_tokens = {150},
+                 .segment_kind = "l", .seed = 30 + seed);
+            CASE(.name = "ladder large heads", .style = styles[i], .dk = 320, .dv = 288, .rotary = seed == 0 ? 64 : 320, .H = 1,
+                 .segment_tokens = {200}, .segment_kind = "l", .seed = 40 + seed);
+        }
         CASE(.name = "ladder soft-cap, sinks", .style = styles[i], .softcap = 5, .sinks = 1, .T = 2, .tail = 30,
              .mask = 'm', .segment_tokens = {1100, 10, 300}, .segment_kind = "l3c", .seed = 8);
     }

@@ -12,6 +12,7 @@
 enum { LAYERS = 2, H = 2, G = 2, D = 32, W = 8, QH = H * G };
 
 static double inv_freq[D / 2];
+static akv_dtype tail_dtype = AKV_F16;
 
 static akv_cache_config config_of(akv_cache_layer layers[LAYERS], const akv_allocator *allocator)
 {
@@ -26,6 +27,7 @@ static akv_cache_config config_of(akv_cache_layer layers[LAYERS], const akv_allo
     c.num_layers = LAYERS;
     c.layers = layers;
     c.num_queries = W;
+    c.tail_dtype = tail_dtype;
     c.codec.keep_ratio = 0.25;
     c.codec.allocator = allocator;
     return c;
@@ -210,12 +212,13 @@ static void reference(void)
         akv_rng rng = akv_rng_stream(5, 99, l);
         for (int i = 0; i < QH * D; i++)
             q[i] = (float)random_gauss(&rng);
-        for (uint64_t t = 0; t < 5; t++) { /* the tail as it was appended, through f16 */
+        for (uint64_t t = 0; t < 5; t++) { /* the tail as it was appended, through its dtype */
             akv_rng r = akv_rng_stream(3, l, 460 + t);
             for (uint32_t h = 0; h < 2 * H; h++)
-                for (uint32_t i = 0; i < D; i++)
-                    x[(h * 5 + t) * D + i] =
-                        akv_f16_to_f32(akv_f32_to_f16((float)random_gauss(&r) + (h < H && i % 5 == 0 ? 2.0f : 0.0f)));
+                for (uint32_t i = 0; i < D; i++) {
+                    const float y = (float)random_gauss(&r) + (h < H && i % 5 == 0 ? 2.0f : 0.0f);
+                    x[(h * 5 + t) * D + i] = tail_dtype == AKV_F32 ? y : akv_f16_to_f32(akv_f32_to_f16(y));
+                }
         }
         akv_attend_params p;
         akv_attend_params_init(&p);
@@ -241,6 +244,13 @@ static void reference(void)
     akv_cache_destroy(cache);
     akv_cache_destroy(doc);
     akv_cache_destroy(tail_only);
+}
+
+static void reference_f32_tail(void)
+{
+    tail_dtype = AKV_F32;
+    reference();
+    tail_dtype = AKV_F16;
 }
 
 static void forks(void)
@@ -351,9 +361,29 @@ static void refusals(void)
     config = config_of(layers, NULL);
     config.codec.budget_bytes = 5;
     CHECK_STATUS(akv_cache_create(&config, &cache, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    config = config_of(layers, NULL);
+    config.tail_dtype = (akv_dtype)7;
+    CHECK_STATUS(akv_cache_create(&config, &cache, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    config = config_of(layers, NULL);
+    layers[1].rope.inv_freq = NULL;
+    CHECK_STATUS(akv_cache_create(&config, &cache, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK(strstr(diag.message, "layer 1") != NULL);
+    config = config_of(layers, NULL);
+    CHECK_STATUS(akv_cache_create(&config, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_create(NULL, &cache, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_fork(NULL, &cache, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_get_stats(NULL, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_truncate(NULL, 0, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK(cache == NULL);
     cache = cache_new(NULL);
     float x[H * 50 * D] = {0};
     akv_tensor t = akv_tensor_contiguous(x, AKV_F32, 50, D), none = {0};
+    CHECK_STATUS(akv_cache_append(NULL, 0, 1, &t, &t, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_observe(cache, 0, 1, &none, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_append(cache, 0, UINT64_C(1) << 31, &t, &t, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_append_segments(cache, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_get_segments(cache, 0, NULL, NULL, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_cache_attend(cache, 0, NULL, NULL, 0, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_cache_append(cache, LAYERS, 1, &t, &t, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_cache_append(cache, 0, 1, &none, &t, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_cache_append(cache, 0, 50, &t, &t, &diag), AKV_OK, &diag);
@@ -367,6 +397,20 @@ static void refusals(void)
     wrong[0] = wrong[1] = random_ladder_segment(&s, 8, 0.5, 1);
     CHECK_STATUS(akv_cache_append_segments(cache, wrong, &diag), AKV_E_MISMATCH, &diag);
     akv_segment_release(wrong[0]);
+    /* segments of different lengths; with gaps, which a cache does not have */
+    s = (spec){.name = "lengths", .S = 40, .H = H, .G = G, .dk = D, .dv = D, .W = 8, .rotary = D, .seed = 1};
+    wrong[0] = random_ladder_segment(&s, 8, 0.5, 1);
+    s.S = 41;
+    wrong[1] = random_ladder_segment(&s, 8, 0.5, 1);
+    CHECK_STATUS(akv_cache_append_segments(cache, wrong, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK(strstr(diag.message, "41 tokens") != NULL);
+    akv_segment_release(wrong[1]);
+    s.gaps = 1;
+    wrong[1] = random_ladder_segment(&s, 8, 0.5, 1);
+    CHECK_STATUS(akv_cache_append_segments(cache, wrong, &diag), AKV_E_UNSUPPORTED, &diag);
+    CHECK(strstr(diag.message, "every position") != NULL);
+    akv_segment_release(wrong[0]);
+    akv_segment_release(wrong[1]);
     CHECK(stats_of(cache).num_tokens == 50);
     akv_cache_destroy(cache);
     akv_cache_destroy(NULL);
@@ -502,6 +546,7 @@ int main(int argc, char **argv)
     TEST_INIT(argc, argv);
     TEST(rolling);
     TEST(reference);
+    TEST(reference_f32_tail);
     TEST(forks);
     TEST(truncation);
     TEST(budget);

@@ -158,6 +158,14 @@ static void budget_holds(void)
     CHECK(stats_of(pool).fetches > 0);
     CHECK_STATUS(akv_pool_remove(pool, id[3], &diag), AKV_OK, &diag);
     CHECK_STATUS(akv_pool_remove(pool, id[3], &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    akv_segment *const no_segment[1] = {NULL};
+    uint64_t nowhere = 7;
+    CHECK_STATUS(akv_pool_add(pool, no_segment, 1, &nowhere, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_pool_add(pool, no_segment, 0, &nowhere, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_pool_remove(NULL, 1, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_pool_get_stats(pool, NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK_STATUS(akv_pool_get_document(pool, id[0], NULL, &diag), AKV_E_INVALID_ARGUMENT, &diag);
+    CHECK(nowhere == 7);
     CHECK_STATUS(akv_pool_acquire(pool, id[3], back, SEGMENTS, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK_STATUS(akv_pool_acquire(pool, id[4], back, 1, &diag), AKV_E_INVALID_ARGUMENT, &diag);
     CHECK(stats_of(pool).documents == 11);
