@@ -181,18 +181,19 @@ static uint32_t waiting(const akv_llama *host, uint32_t i, uint32_t *take, uint6
     return first;
 }
 
-/* The latest queries, oldest first; fewer when fewer were asked: the first one is repeated. */
-static void order_queries(const akv_llama *host, uint32_t i, float *out)
+float *akvl_latest_queries(const akv_llama *host, uint32_t i)
 {
     const akvl_layer *l = &host->tail_graph->layers[i];
     const size_t W = akvl_rolling_observing(host), d = l->head_dim_k, seen = (size_t)host->rolling.seen[i];
     const size_t have = seen < W ? seen : W;
-    for (size_t h = 0; h < (size_t)l->num_kv_heads * l->gqa_group; h++)
+    float *out = akvl_new((size_t)l->num_kv_heads * l->gqa_group * W, d * sizeof *out);
+    for (size_t h = 0; out && h < (size_t)l->num_kv_heads * l->gqa_group; h++)
         for (size_t r = 0; r < W; r++) {
             const size_t from = r < W - have ? 0 : r - (W - have);
             memcpy(out + (h * W + r) * d, host->rolling.queries[i] + (h * W + (seen - have + from) % W) * d,
                    d * sizeof *out);
         }
+    return out;
 }
 
 /* Segments [first, first + take) of a layer, all dense and one behind the other -> one compressed segment. */
@@ -204,7 +205,7 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
     const size_t H = l->num_kv_heads, dk = l->head_dim_k, dv = l->head_dim_v, W = akvl_rolling_observing(host);
     float *keys = akvl_new(H * (size_t)tokens, dk * sizeof *keys),
           *values = akvl_new(H * (size_t)tokens, dv * sizeof *values);
-    float *queries = akvl_new(H * l->gqa_group * W, dk * sizeof *queries);
+    float *queries = akvl_latest_queries(host, i);
     akv_layer layer;
     akv_diag inner = {.status = AKV_OK};
     akv_status status = keys && values && queries ? AKV_OK : AKV_E_NO_MEMORY;
@@ -217,7 +218,6 @@ static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first,
                                    values + (h * (size_t)tokens + at) * dv, NULL);
             at += n;
         }
-        order_queries(host, i, queries);
         akvl_describe_layer(l, (int32_t)i, tokens, akvl_info_of(segments[0]).first_position, &layer);
         layer.keys = akv_tensor_contiguous(keys, AKV_F32, tokens, (uint32_t)dk);
         layer.values = akv_tensor_contiguous(values, AKV_F32, tokens, (uint32_t)dv);

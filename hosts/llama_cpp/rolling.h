@@ -47,4 +47,10 @@ bool akvl_is_merged(const akvl_parts *list, size_t k); /* part k is the first or
  * of them valid. */
 akv_status akvl_shrink_parts(akv_llama *host, const akvl_parts *list, akv_diag *diag);
 
+/*
+ * The latest queries of a layer [H*G, akvl_rolling_observing, d_k], oldest first; when fewer were asked the first one is
+ * repeated. From malloc, or NULL.
+ */
+float *akvl_latest_queries(const akv_llama *host, uint32_t layer);
+
 #endif

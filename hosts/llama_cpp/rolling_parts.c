@@ -161,6 +161,24 @@ void akvl_choose_merge(const akv_llama *host, akvl_parts *list)
     }
 }
 
+/* What a token is worth is seen again with the latest queries, where there are any yet. */
+static akv_status shrink(const akv_llama *host, const akvl_part *p, const akv_config *config, akv_segment **out,
+                         akv_diag *diag)
+{
+    if (host->rolling.seen[p->layer] == 0 || akvl_info_of(*p->at).profile != AKV_PROFILE_DEFAULT)
+        return akv_segment_retarget(*p->at, p->target, config, out, NULL, diag);
+    const uint32_t W = akvl_rolling_observing(host);
+    float *latest = akvl_latest_queries(host, p->layer);
+    if (!latest)
+        return akvl_fail(diag, AKV_E_NO_MEMORY, "no memory for the latest queries of layer %u", p->layer);
+    const akv_tensor queries =
+        akv_tensor_contiguous(latest, AKV_F32, W, host->tail_graph->layers[p->layer].head_dim_k);
+    const akv_status status =
+        akv_segment_retarget_observed(*p->at, p->target, &queries, W, config, out, NULL, diag);
+    free(latest);
+    return status;
+}
+
 akv_status akvl_shrink_parts(akv_llama *host, const akvl_parts *list, akv_diag *diag)
 {
     akv_config config = host->rolling.options.config;
@@ -170,7 +188,7 @@ akv_status akvl_shrink_parts(akv_llama *host, const akvl_parts *list, akv_diag *
         akv_segment *small;
         if (p->target >= p->now || akvl_is_merged(list, k))
             continue;
-        const akv_status status = akv_segment_retarget(*p->at, p->target, &config, &small, NULL, diag);
+        const akv_status status = shrink(host, p, &config, &small, diag);
         if (status != AKV_OK)
             return status;
         akv_segment_release(*p->at);

@@ -393,6 +393,24 @@ AKV_API akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_
                                              akv_diag *diag);
 
 /*
+ * akv_segment_retarget_observed() - the same with queries that were asked since: what each token is worth is measured
+ * again with them instead of guessed from its level. For a segment that is made smaller little by little, like those of
+ * a conversation: guesses add up from step to step (docs/sessions.md has figures).
+ *
+ *   segment       in   profile default; stays as it is
+ *   queries       in   [H * G, num_queries, d_k] after the rotary embedding, of tokens behind the segment, at positions
+ *                      counted as the segment's are
+ *   num_queries   in   1..1024; a few of the latest are enough
+ *   config        in   allocator, executor and experiment are used; NULL = libc, serial, the profile's own
+ *
+ * The rest as akv_segment_retarget; also AKV_E_NON_FINITE, and AKV_E_UNSUPPORTED for profile paper. Cost: decoding the
+ * segment and one attention of the queries over it; scratch for its keys and values in f32.
+ */
+AKV_API akv_status akv_segment_retarget_observed(akv_segment *segment, uint64_t budget_bytes, const akv_tensor *queries,
+                                                 uint32_t num_queries, const akv_config *config, akv_segment **out,
+                                                 akv_retarget_info *info, akv_diag *diag);
+
+/*
  * akv_segment_cut() - the first num_tokens tokens as a segment of their own: they decode to the same keys and values,
  * bit by bit. Anchors that none of them uses go. out: the same segment, retained, when num_tokens is all of it. config
  * as above.

@@ -138,14 +138,20 @@ static void store_levels(akv_job *job)
     }
 }
 
-void akv_ladder_allocate(akv_job *job)
+void akv_ladder_worth(akv_job *job)
 {
     const uint32_t levels = job->header->num_levels;
-    akv_hull *hulls = job->ladder->hulls;
     add_prior(job);
     for (uint32_t i = 0; i < job->H * AKV_SIDES; i++)
-        hulls[i] = akv_ladder_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
-                             job->ladder->level_bits[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * levels, levels);
+        job->ladder->hulls[i] =
+            akv_ladder_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
+                            job->ladder->level_bits[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * levels, levels);
+}
+
+void akv_ladder_allocate(akv_job *job)
+{
+    akv_hull *hulls = job->ladder->hulls;
+    akv_ladder_worth(job);
     double low = -300.0, high = 300.0; /* log2 of the multiplier; high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {
         double mid = 0.5 * (low + high);

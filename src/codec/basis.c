@@ -83,6 +83,20 @@ void akv_pack_tables(const uint8_t *entries, uint32_t levels, uint32_t coords, u
             tables[l * row_bytes + c / 4] |= (uint8_t)(entries[(size_t)l * coords + c] << (c % 4 * 2));
 }
 
+/* Second moments [d_k, d_k] of the late queries; returns the mean of the squares. */
+static double query_moments(const akv_job *job, uint32_t head, float *query)
+{
+    const akv_ladder *ladder = job->ladder;
+    const uint32_t dim = job->dk;
+    const float *late = ladder->late + (size_t)head * ladder->late_rows * dim;
+    double mean = 0.0;
+    memset(query, 0, (size_t)dim * dim * sizeof *query);
+    akv_gemm_tn_add(dim, dim, ladder->late_rows, late, dim, late, dim, query, dim);
+    for (uint32_t i = 0; i < dim; i++)
+        mean += query[(size_t)i * dim + i] / dim;
+    return mean;
+}
+
 /* Task = head * 2 + side. */
 static void basis_task(void *opaque, size_t task)
 {
@@ -119,16 +133,7 @@ static void basis_task(void *opaque, size_t task)
         akv_eigen_symmetric(a, n, values, vectors, scratch);
 
     /* How strongly late queries look along each direction, relative to the mean (keys only). */
-    double mean_q2 = 1.0;
-    const double mix = ladder->options->query_mix;
-    if (side == AKV_SIDE_K) {
-        memset(query, 0, (size_t)dim * dim * sizeof *query);
-        const float *late = ladder->late + (size_t)head * ladder->late_rows * dim;
-        akv_gemm_tn_add(dim, dim, ladder->late_rows, late, dim, late, dim, query, dim);
-        mean_q2 = 0.0;
-        for (uint32_t i = 0; i < dim; i++)
-            mean_q2 += query[(size_t)i * dim + i] / dim;
-    }
+    const double mean_q2 = side == AKV_SIDE_K ? query_moments(job, head, query) : 1.0, mix = ladder->options->query_mix;
 #define QUERY_WEIGHT(energy) (side == AKV_SIDE_K && mean_q2 > 0.0 ? (1.0 - mix) * (energy) / mean_q2 + mix : 1.0)
     for (uint32_t i = 0; i < n; i++) {
         const float *u = vectors + (size_t)i * n;
@@ -189,4 +194,44 @@ static void basis_task(void *opaque, size_t task)
 void akv_ladder_bases(akv_job *job)
 {
     akv_parallel_for(job->config->executor, basis_task, job, (size_t)job->H * 2);
+}
+
+/* Task = head * 2 + side. Variances as they are stored: what the tokens decode to has lost some of its own. */
+static void weigh_task(void *opaque, size_t task)
+{
+    akv_job *job = opaque;
+    akv_ladder *ladder = job->ladder;
+    const akv_header *h = job->header;
+    const uint32_t head = (uint32_t)(task / 2), levels = h->num_levels;
+    const int side = (int)(task % 2);
+    const uint32_t dim = h->head_dim[side], n = h->basis_dim[side], cols = h->basis_cols[side],
+                   coords = akv_num_coords(h, side);
+    const uint32_t slot = akv_claim_slot(job->slots, job->num_slots);
+    float *query = ladder->eigen + slot * ladder->eigen_floats;
+    const double mean_q2 = side == AKV_SIDE_K ? query_moments(job, head, query) : 1.0, mix = ladder->options->query_mix;
+    const float *basis = ladder->basis[side] + (size_t)head * cols * n;
+    const uint8_t *entries = ladder->entries[side] + (size_t)head * levels * coords;
+    double *distortion = ladder->distortion[side] + (size_t)head * (levels + 1), weight[AKV_MAX_HEAD_DIM], total = 0.0;
+    for (uint32_t c = 0; c < coords; c++) {
+        const double sigma = ladder->sigma[side][(size_t)head * coords + c];
+        double along = 0.0; /* how strongly the queries look along it */
+        if (side == AKV_SIDE_K)
+            along = c < cols ? quadratic(basis + (size_t)c * n, query, n, dim)
+                             : query[(size_t)(n + c - cols) * dim + (n + c - cols)];
+        weight[c] = sigma * sigma * QUERY_WEIGHT(along);
+        total += weight[c];
+    }
+    distortion[0] = 1.0;
+    for (uint32_t l = 0; l < levels; l++) {
+        double left = total;
+        for (uint32_t c = 0; c < coords; c++)
+            left -= weight[c] * (1.0 - akv_entry_distortion[entries[(size_t)l * coords + c]]);
+        distortion[l + 1] = total > 0.0 ? left / total : 0.0;
+    }
+    akv_return_slot(job->slots, slot);
+}
+
+void akv_ladder_weigh(akv_job *job)
+{
+    akv_parallel_for(job->config->executor, weigh_task, job, (size_t)job->H * 2);
 }

@@ -88,6 +88,11 @@ typedef struct akv_job {
     uint64_t num_ranges;
     uint64_t seed; /* of this layer */
     uint8_t *blob; /* NULL in the eviction baseline */
+    /*
+     * Not NULL: the tokens are those of this segment as it decodes. Their anchors and coefficients are there already,
+     * and the queries are of later tokens: each sees all S, not only those up to its own.
+     */
+    const akv_segment *again;
     struct akv_ladder *ladder; /* NULL for the PLAIN coding */
 
     float *queries;   /* [H, rows, d_k] */

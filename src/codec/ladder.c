@@ -226,6 +226,11 @@ static void late_queries(void *opaque, size_t task)
     akv_return_slot(job->slots, slot);
 }
 
+void akv_ladder_queries(akv_job *job)
+{
+    akv_parallel_for(job->config->executor, late_queries, job, job->H);
+}
+
 void akv_ladder_begin(akv_job *job)
 {
     for (int side = 0; side < AKV_SIDES; side++)
@@ -234,7 +239,7 @@ void akv_ladder_begin(akv_job *job)
                    sizeof(float));
     memcpy(akv_job_section(job, AKV_SEC_COORDS), job->ladder->coords[AKV_SIDE_K], job->dk * sizeof(uint16_t));
     akv_parallel_for(job->config->executor, mean_task, job, (size_t)job->H * 2);
-    akv_parallel_for(job->config->executor, late_queries, job, job->H);
+    akv_ladder_queries(job);
 }
 
 void akv_ladder_finish(akv_job *job)

@@ -77,6 +77,7 @@ void akv_ladder_layout(akv_header *header, const akv_experiment *options, uint32
 uint32_t akv_slow_coords(const akv_rope *rope, uint32_t dim, int64_t span, double slow_angle, uint16_t *order);
 void akv_ladder_carve(akv_job *job, akv_arena *arena);
 void akv_ladder_begin(akv_job *job); /* means, late queries */
+void akv_ladder_queries(akv_job *job); /* of these two the queries */
 void akv_ladder_finish(akv_job *job); /* bases, tables, levels, codes */
 
 /*
@@ -102,6 +103,8 @@ void akv_ladder_utilities(akv_job *job, uint32_t head, uint64_t t0, uint32_t n, 
 
 /* basis.c: eigenvectors, spectra, water-filled tables. */
 void akv_ladder_bases(akv_job *job);
+/* The same distortion from bases, deviations and tables that are there already, and the queries of now. */
+void akv_ladder_weigh(akv_job *job);
 /*
  * Table entries of all levels [levels, coords] for weights w[coords]: the best marginal gains per bit until a level is
  * full, so that levels are nested; bits of a residual [levels], distortion [levels + 1]. `total` = the weight of all
@@ -112,7 +115,8 @@ void akv_water_fill(const uint16_t *level_bits, uint32_t levels, const double *w
 /* The same entries as the section has them -> zeroed tables [levels, ceil(coords / 4)]. */
 void akv_pack_tables(const uint8_t *entries, uint32_t levels, uint32_t coords, uint8_t *tables);
 
-/* allocate.c: one multiplier for the layer. */
+/* allocate.c: the prior joins the utilities in job->rank, and the hulls; then one multiplier for the layer. */
+void akv_ladder_worth(akv_job *job);
 void akv_ladder_allocate(akv_job *job);
 /* distortion [levels + 1], bits [levels] of one residual. */
 akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_t levels);
@@ -140,6 +144,14 @@ void akv_ladder_bits(const akv_segment *segment, int side, uint32_t head, uint32
 uint64_t akv_ladder_code_bytes(const akv_segment *segment, uint64_t tokens, uint8_t *const level[AKV_SIDES]);
 /* header.code_bytes is what the result gets, at least akv_ladder_code_bytes. */
 akv_status akv_rewrite_run(akv_rewrite *rewrite, akv_segment **out, akv_diag *diag);
+
+/*
+ * again.c: what the tokens of a segment are worth to these queries: log2 of the utilities [H, S] a side, and the hulls
+ * [H, sides] of its levels. The tokens are taken as they decode.
+ */
+akv_status akv_observe_again(const akv_segment *segment, const akv_tensor *queries, uint32_t num_queries,
+                             const akv_config *config, float *const utility[AKV_SIDES], akv_hull *hulls,
+                             akv_diag *diag);
 
 /* A view of the segment being written. */
 akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head);

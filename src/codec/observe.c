@@ -21,7 +21,8 @@ void akv_observed_logits(const akv_job *job, uint32_t head, uint64_t t0, uint32_
         if (cap != 0.0f)
             for (uint32_t i = 0; i < n; i++)
                 l[i] = cap * akv_tanhf(l[i] / cap);
-        const uint64_t seen = job->S - job->W + r % job->W + 1; /* up to the row's own token */
+        /* up to the row's own token */
+        const uint64_t seen = job->again != NULL ? job->S : job->S - job->W + r % job->W + 1;
         for (uint64_t i = seen > t0 ? seen - t0 : 0; i < n; i++)
             l[i] = -INFINITY;
     }

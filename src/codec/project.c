@@ -138,6 +138,20 @@ void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n
                      along);
 }
 
+/* The same rows of a segment that is there already: its own anchors and coefficients. */
+static void project_again(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows)
+{
+    const uint32_t dim = job->header->head_dim[side];
+    const akv_ladder_view v = akv_view_ladder(job->again, side, head);
+    for (uint32_t i = 0; i < n; i++) {
+        const uint32_t a = akv_ladder_index(&v, t0 + i);
+        const int code = akv_ladder_coeff(&v, t0 + i);
+        const float minus = code == AKV_COEFF_SELF ? -1.0f : -(float)code * AKV_COEFF_STEP;
+        akv_kernels_best()->rows_axpy(&minus, 1, 1, job->anchor[side] + ((size_t)head * job->k + a) * dim, dim,
+                                      rows + (size_t)i * dim);
+    }
+}
+
 /*
  * Nearest anchors of n rows in anchor space: index and coefficient go to the segment, the rows become residuals in
  * anchor space, |cosine| goes to best.
@@ -148,6 +162,11 @@ static void project_tile(akv_job *job, int side, uint32_t head, uint64_t t0, uin
     const uint32_t dim = job->header->head_dim[side];
     const float *anchors = job->anchor[side] + (size_t)head * job->k * dim;
     const akv_kernels *kernels = akv_kernels_best();
+    if (job->again != NULL) {
+        project_again(job, side, head, t0, n, rows);
+        memset(s->best, 0, n * sizeof *s->best);
+        return;
+    }
     uint32_t nearest[AKV_TILE_TOKENS];
     float square[AKV_TILE_TOKENS];
     akv_nearest_anchors(job, side, head, n, rows, s, nearest, s->best);
@@ -263,7 +282,8 @@ static void project_task(void *opaque, size_t task)
         kernels->squares(s->value, n, dv, NULL, residual_sq[AKV_SIDE_V]);
         akv_gemm_nt(job->rows, n, dk, queries, dk, s->pre, dk, s->errors, AKV_TILE_STRIDE);
         if (job->ladder != NULL) {
-            akv_ladder_second_moments(job, task, n, s->pre, s->value);
+            if (job->again == NULL)
+                akv_ladder_second_moments(job, task, n, s->pre, s->value);
             akv_ladder_utilities(job, head, t0, n, residual_sq[AKV_SIDE_K], residual_sq[AKV_SIDE_V], value_sq, s,
                                  rank[AKV_SIDE_K], rank[AKV_SIDE_V]);
         } else if (job->experiment->rank == AKV_RANK_UTILITY) {

@@ -3,7 +3,7 @@
  * retarget.c - a compressed segment made smaller without the model. Utilities are not stored, but the level that a
  * token got tells between which two thresholds its utility lay (allocate.c); within the bracket it is guessed from what
  * goes along with it: the other side of the same token, and the tokens around it. docs/method.md "Smaller later" says
- * what the guess costs.
+ * what the guess costs. Where queries were asked since, what they say joins it (again.c).
  */
 #include "codec/retarget.h"
 
@@ -15,6 +15,12 @@
 #define FROM_OTHER_SIDE 0.15
 #define FROM_NEIGHBOURS 0.10
 #define NEIGHBOURS 8
+
+/*
+ * What the latest queries say against what the levels tell, in which earlier ones are kept: 0.1, 0.3 and 1 gave a
+ * conversation of 7,400 tokens on two texts a divergence of 0.0031 and 0.0039, 0.0036 and 0.0032, 0.0045 and 0.0033.
+ */
+#define SEEN_SHARE 0.3
 
 void akv_retarget_info_init(akv_retarget_info *info)
 {
@@ -50,7 +56,9 @@ typedef struct akv_retarget {
     uint8_t *level[AKV_SIDES]; /* [H, S] */
     float *utility[AKV_SIDES]; /* [H, S] log2, guessed */
     float *middle[AKV_SIDES];  /* [S] of one head */
+    float *seen[AKV_SIDES];    /* [H, S] log2 of what the queries of now say */
     akv_hull *hulls;           /* [H, sides] */
+    bool observed;             /* seen and the hulls are of queries that came later */
 } akv_retarget;
 
 static void carve(akv_retarget *r, akv_arena *arena)
@@ -61,6 +69,7 @@ static void carve(akv_retarget *r, akv_arena *arena)
         r->level[side] = AKV_TAKE(arena, uint8_t, H * S);
         r->utility[side] = AKV_TAKE(arena, float, H *S);
         r->middle[side] = AKV_TAKE(arena, float, S);
+        r->seen[side] = AKV_TAKE(arena, float, r->observed ? H * S : 0);
     }
     r->hulls = AKV_TAKE(arena, akv_hull, H * AKV_SIDES);
 }
@@ -89,14 +98,15 @@ static akv_hull hull_of(const akv_segment *segment, int side, uint32_t head)
     return akv_ladder_hull(distortion, bits, v.num_levels);
 }
 
-/* Levels and guessed utilities of one head. */
+/* Levels and guessed utilities of one head; its hulls unless they are there already. */
 static void guess_head(akv_retarget *r, uint32_t head)
 {
     const uint64_t S = r->h->num_tokens;
     float middle[AKV_SIDES][AKV_MAX_LEVELS + 1], half[AKV_SIDES][AKV_MAX_LEVELS + 1];
     for (int side = 0; side < AKV_SIDES; side++) {
         uint8_t *old = r->old[side] + head * S;
-        r->hulls[head * AKV_SIDES + side] = hull_of(r->from, side, head);
+        if (!r->observed)
+            r->hulls[head * AKV_SIDES + side] = hull_of(r->from, side, head);
         brackets(&r->hulls[head * AKV_SIDES + side], r->h->num_levels, middle[side], half[side]);
         akv_ladder_levels(r->from, side, head, S, old);
         for (uint64_t t = 0; t < S; t++)
@@ -125,8 +135,8 @@ static void guess_head(akv_retarget *r, uint32_t head)
     }
 }
 
-/* Levels for a multiplier (log2); returns the bytes of all codes. */
-static uint64_t assign(akv_retarget *r, double lambda)
+/* Levels for a multiplier (log2), none above what it is unless they may rise; returns the bytes of all codes. */
+static uint64_t assign(akv_retarget *r, float *const utility[AKV_SIDES], bool rise, double lambda)
 {
     const uint64_t S = r->h->num_tokens;
     for (uint32_t head = 0; head < r->h->num_kv_heads; head++)
@@ -136,19 +146,39 @@ static uint64_t assign(akv_retarget *r, double lambda)
             for (uint32_t i = 1; i < hull->count; i++)
                 threshold[i] = lambda - akv_log2(hull->slope[i]);
             for (uint64_t t = 0; t < S; t++) {
-                const uint8_t old = r->old[side][head * S + t];
+                const uint8_t old = rise ? AKV_MAX_LEVELS + 1 : r->old[side][head * S + t];
+                const float u = utility[side][head * S + t];
                 uint32_t i = 0;
-                while (i + 1 < hull->count && hull->level[i + 1] < old &&
-                       r->utility[side][head * S + t] > threshold[i + 1])
+                while (i + 1 < hull->count && hull->level[i + 1] < old && u > threshold[i + 1])
                     i++;
                 /* The level it has is as good as the next point of the hull, whether it lies on it or not. */
-                const bool stays = old != 0 && i + 1 < hull->count
-                                       ? hull->level[i + 1] >= old && r->utility[side][head * S + t] > threshold[i + 1]
-                                       : old != 0 && hull->level[i] == old;
+                const bool stays = old != 0 && i + 1 < hull->count ? hull->level[i + 1] >= old && u > threshold[i + 1]
+                                                                   : old != 0 && hull->level[i] == old;
                 r->level[side][head * S + t] = stays ? old : hull->level[i];
             }
         }
     return akv_ladder_code_bytes(r->from, S, r->level);
+}
+
+/*
+ * Utilities: of what the levels tell, which earlier queries have left, and what the queries of now say. Both in units
+ * of the multiplier that gives the bytes of now.
+ */
+static void mix_seen(akv_retarget *r, uint64_t bytes_now)
+{
+    double low = -400.0, high = 400.0;
+    for (int round = 0; round < 40; round++) {
+        const double mid = 0.5 * (low + high);
+        if (assign(r, r->seen, true, mid) > bytes_now)
+            low = mid;
+        else
+            high = mid;
+    }
+    for (int side = 0; side < AKV_SIDES; side++)
+        for (uint64_t i = 0; i < r->h->num_kv_heads * r->h->num_tokens; i++) {
+            const double told = akv_exp2(r->utility[side][i]), seen = akv_exp2(fmin(r->seen[side][i] - high, 60.0));
+            r->utility[side][i] = (float)akv_log2((1.0 - SEEN_SHARE) * told + SEEN_SHARE * seen);
+        }
 }
 
 /* Header of the result; *min_bytes = the smallest budget. */
@@ -172,7 +202,8 @@ static akv_status plan_ladder(const akv_segment *segment, uint64_t budget, akv_h
 }
 
 static akv_status run_ladder(akv_segment *segment, const akv_header *planned, const akv_config *config,
-                             akv_segment **out, akv_retarget_info *info, akv_diag *diag)
+                             const akv_tensor *queries, uint32_t num_queries, akv_segment **out,
+                             akv_retarget_info *info, akv_diag *diag)
 {
     const akv_allocator *allocator = config != NULL ? config->allocator : NULL;
     akv_retarget r;
@@ -180,6 +211,7 @@ static akv_status run_ladder(akv_segment *segment, const akv_header *planned, co
     memset(&r, 0, sizeof r);
     r.from = segment;
     r.h = akv_header_of(segment);
+    r.observed = queries != NULL;
     carve(&r, &arena);
     const size_t bytes = arena.used;
     arena.base = arena.overflow ? NULL : akv_alloc(allocator, bytes);
@@ -187,12 +219,21 @@ static akv_status run_ladder(akv_segment *segment, const akv_header *planned, co
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of scratch", bytes);
     arena.used = 0;
     carve(&r, &arena);
+    if (queries != NULL) {
+        const akv_status status = akv_observe_again(segment, queries, num_queries, config, r.seen, r.hulls, diag);
+        if (status != AKV_OK) {
+            akv_free(allocator, arena.base, bytes);
+            return status;
+        }
+    }
     for (uint32_t head = 0; head < r.h->num_kv_heads; head++)
         guess_head(&r, head);
+    if (queries != NULL)
+        mix_seen(&r, akv_ladder_code_bytes(segment, r.h->num_tokens, r.old));
     double low = -400.0, high = 400.0; /* high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {
         const double mid = 0.5 * (low + high);
-        if (assign(&r, mid) > planned->code_bytes)
+        if (assign(&r, r.utility, false, mid) > planned->code_bytes)
             low = mid;
         else
             high = mid;
@@ -201,7 +242,7 @@ static akv_status run_ladder(akv_segment *segment, const akv_header *planned, co
     w.executor = config != NULL ? config->executor : NULL;
     memcpy(w.level, r.level, sizeof w.level);
     akv_status status = AKV_OK;
-    if (assign(&r, high) > planned->code_bytes)
+    if (assign(&r, r.utility, false, high) > planned->code_bytes)
         status = akv_fail(diag, AKV_E_CORRUPT, "the segment's level tables cannot be used to make it smaller");
     if (status == AKV_OK)
         status = akv_rewrite_run(&w, out, diag);
@@ -267,8 +308,9 @@ akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_t budget
     return plan(segment, budget_bytes, info, &header, &fits, diag);
 }
 
-akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config,
-                                akv_segment **out, akv_retarget_info *info, akv_diag *diag)
+/* queries: NULL to guess */
+static akv_status retarget(akv_segment *segment, uint64_t budget_bytes, const akv_tensor *queries, uint32_t num_queries,
+                           const akv_config *config, akv_segment **out, akv_retarget_info *info, akv_diag *diag)
 {
     akv_header header;
     bool fits = false;
@@ -283,6 +325,27 @@ akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, con
         return AKV_OK;
     }
     if (header.coding == AKV_CODING_LADDER)
-        return run_ladder(segment, &header, config, out, info, diag);
+        return run_ladder(segment, &header, config, queries, num_queries, out, info, diag);
+    if (queries != NULL)
+        return akv_fail(diag, AKV_E_UNSUPPORTED,
+                        "a segment of profile paper has no levels that queries could judge: use akv_segment_retarget");
     return akv_run_plain_retarget(segment, &header, config, out, info, diag);
+}
+
+akv_status akv_segment_retarget(akv_segment *segment, uint64_t budget_bytes, const akv_config *config,
+                                akv_segment **out, akv_retarget_info *info, akv_diag *diag)
+{
+    return retarget(segment, budget_bytes, NULL, 0, config, out, info, diag);
+}
+
+akv_status akv_segment_retarget_observed(akv_segment *segment, uint64_t budget_bytes, const akv_tensor *queries,
+                                         uint32_t num_queries, const akv_config *config, akv_segment **out,
+                                         akv_retarget_info *info, akv_diag *diag)
+{
+    if (queries == NULL || queries->data == NULL || (unsigned)queries->dtype > AKV_BF16 || num_queries == 0 ||
+        num_queries > AKV_MAX_QUERIES)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT,
+                        "queries must have data of a known dtype, and there must be 1 to %u of them, not %u",
+                        AKV_MAX_QUERIES, num_queries);
+    return retarget(segment, budget_bytes, queries, num_queries, config, out, info, diag);
 }
