@@ -344,7 +344,7 @@ static void anchor_logits_gaps(const quad_range *c, uint64_t b0, uint32_t n)
         for (uint32_t k = 0; k < m; k++)
             memcpy(tile + akv_quad_slot(k) * 4, mean + akv_quad_slot((uint32_t)(positions[i + k] - base)) * 4, 4 * sizeof *tile);
         c->kernels->anchor_logits(v->anchors, &c->shape, gaps ? c->s->turn16 : turn16, c->s->query16, anchor + i, weight + i,
-                                  c->anchor_scale, m, tile, NULL, 0);
+                                  c->anchor_scale, m, tile, v->anchors, 0);
         for (uint32_t k = 0; k < m; k++)
             memcpy(c->s->logits + (size_t)akv_quad_slot(i + k) * 4, tile + akv_quad_slot(k) * 4, 4 * sizeof *tile);
     }

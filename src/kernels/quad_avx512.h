@@ -173,7 +173,7 @@ INLINE __m512 bytes_f32(const int8_t *p, __mmask16 mask)
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask, p)));
 }
 
-/* Keys (quad_avx512_keys.c). */
+/* Keys (quad_avx512_keys.c, quad_avx512_anchors.c). */
 void akv_avx512_unpack_anchors(const uint8_t *index, uint32_t index_bits, const uint8_t *coeff, const float *scales, uint32_t n,
                                uint32_t *out_anchor, float *out_weight);
 void akv_avx512_turn_rows(const float *rows, double *cosine, double *sine, const double *step, uint32_t padded_planes,
