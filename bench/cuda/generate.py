@@ -2,7 +2,7 @@
 """A whole model on the GPU through transformers' `generate`: AnchorKVCache beside DynamicCache, speed and memory.
 
 usage: generate.py [--tokens 27000] [--ratio 20] [--new 128] [--rounds 3] [--profile] [--attention sdpa,flash]
-                   [--ratio-of device]
+                   [--ratio-of device] [--graphs]
 
 The model has the shape of Qwen2.5-1.5B and random weights, bfloat16: enough for time and memory, not for quality. Both
 caches read the same prompt; then `generate` goes on from each in turn, the dense one with every attention that torch
@@ -88,6 +88,7 @@ def main():
     p.add_argument("--tokens", type=int, default=27000)
     p.add_argument("--ratio", type=float, default=20.0)
     p.add_argument("--ratio-of", default="file", choices=("file", "device"))
+    p.add_argument("--graphs", action="store_true", help="AnchorKVCache(graphs=True)")
     p.add_argument("--new", type=int, default=128)
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--attention", default="sdpa,flash", help="of the dense cache: sdpa, " + ", ".join(BACKENDS))
@@ -102,7 +103,7 @@ def main():
     with torch.inference_mode():
         model.generate(ids[:, :100], max_new_tokens=8, **options)  # what libraries set up once
     caches, sequences = {}, {}
-    ours = AnchorKVCache(config, ratio=a.ratio, ratio_of=a.ratio_of)
+    ours = AnchorKVCache(config, ratio=a.ratio, ratio_of=a.ratio_of, graphs=a.graphs)
     for name, cache in (("dense", DynamicCache(config=config)), ("ours", ours)):
         read(model, ids, cache)
         caches[name] = cache

@@ -165,6 +165,51 @@ def test_who_compresses(fake, monkeypatch):
         AnchorKVCache(model.config, compress_on="tpu")
 
 
+def test_steps_as_graphs(fake, monkeypatch):
+    """The logic around them: the fake's graph works at once. Growth of the tail, copies, crop, masks, beams."""
+
+    class Graph:
+        def __init__(self, layer, plan, shared, tensors):
+            fake._count("capture")
+            self.plan, self.layer, self.shared = plan, layer, shared
+
+        def run(self, tensors):
+            query, key, value = tensors
+            self.shared.append(self.layer, key, value)
+            out = query.new_empty((query.shape[0], 1, query.shape[1], value.shape[3]))
+            self.plan.attend(query, out)
+            return out
+
+        def nbytes(self):
+            return 0
+
+    monkeypatch.setattr(device, "StepGraph", Graph)
+    model, ids = model_of(), prompt(300, rows=2)
+    attention = torch.ones_like(ids)
+    attention[0, :40] = 0
+
+    def run(**options):
+        cache = AnchorKVCache(model.config, ratio=2, tail_limit=128, **options)
+        out = [generate(model, ids[:1], cache, new=140)]
+        with torch.inference_mode():
+            cache.crop(-5)
+            other = copy.deepcopy(cache)
+            for c in (cache, other):
+                for i in range(3):
+                    out.append(model(ids[:1, i : i + 1], past_key_values=c).logits)
+        cache = AnchorKVCache(model.config, ratio=2, **options)
+        out.append(generate(model, ids, cache, attention_mask=attention))
+        out.append(generate(model, ids[:1], AnchorKVCache(model.config, ratio=2, **options), num_beams=3)[0])
+        return out
+
+    want, got = run(), run(graphs=True)
+    assert fake.calls["capture"] >= 4 * 2
+    assert_same(got[0], want[0])
+    assert all(torch.equal(a, b) for a, b in zip(got[1:7], want[1:7]))
+    assert_same(got[7], want[7])
+    assert torch.equal(got[8], want[8])
+
+
 def test_ratio_of_device_bytes(fake):
     """The fake's segments take 256 bytes more than in the file: the file's form becomes that much smaller."""
     model, ids = model_of(), prompt(900)
@@ -376,6 +421,22 @@ def test_gpu_compresses_as_well_as_the_cpu(monkeypatch, dtype, heads, kv_heads, 
         errors.append([of_dense(caches[where].hosted[i], k, v, query.contiguous()) for where in ("gpu", "cpu")])
     gpu, cpu = (sum(e[i] for e in errors) / len(errors) for i in range(2))
     assert gpu < 1.1 * cpu + 1e-3, errors  # other near-ties, the same quality
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_graphs(dtype):
+    """One launch a token and layer computes the same bits as seven, also when the tail grows and is compressed."""
+    model, ids, out = gpu_model(dtype=dtype), prompt(700).cuda(), {}
+    for graphs in (False, True):
+        cache = AnchorKVCache(model.config, ratio=4, tail_limit=256, graphs=graphs)
+        with torch.inference_mode():
+            logits = [model(ids, past_key_values=cache).logits[:, -1]]
+            for i in range(300):
+                logits.append(model(ids[:, i : i + 1], past_key_values=cache).logits[:, -1])
+        out[graphs] = torch.stack(logits)
+        assert (cache.hosted[0].gpu.graph is not None) == graphs and len(cache.hosted[0].rows[0]) == 2
+    assert torch.equal(out[False], out[True])
 
 
 @on_gpu

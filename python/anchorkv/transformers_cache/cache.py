@@ -94,6 +94,8 @@ class AnchorKVCache(Cache):
     threads      of the C library; default torch.get_num_threads()
     ratio_of     what the ratio counts. "file": the bytes of the segments as they are saved; "device": as the
                  kernels of a GPU want them, which is a fifth to two fifths more
+    graphs       on a GPU: a token of a layer is one CUDA graph instead of seven launches, which takes less time of the
+                 processor; what attention returns lies in the same memory at every step, so it must not be kept
     compress_on  where a model on a GPU has its cache compressed. "auto": on the GPU, by the CPU what the GPU does not
                  cover (report() counts both and says why); "gpu": there, or an error; "cpu"
     shares       file of a calibration of this model (docs/python.md): the same bytes, split over the layers by what
@@ -115,6 +117,7 @@ class AnchorKVCache(Cache):
         threads: int | None = None,
         ratio_of: Literal["file", "device"] = "file",
         compress_on: Literal["auto", "gpu", "cpu"] = "auto",
+        graphs: bool = False,
         llama_cpp: bool = False,
         shares: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -178,6 +181,7 @@ class AnchorKVCache(Cache):
             ratio_of=ratio_of,
             growth=1.3,  # bytes on the GPU / bytes in the file of the segment made last
             compress_on=compress_on,
+            graphs=graphs,
             order=order,
             devices={},
             shared=None if shares is None else shared_budget(shares, config, 1.0 / ratio, profile, overrides),

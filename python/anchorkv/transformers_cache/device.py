@@ -189,6 +189,7 @@ class Shared:
         self.mask: torch.Tensor | None = None  # float32 [B, capacity]: what rows do not see of the tail
         self.masked: Any = None  # (the model's mask, n) that `mask` holds
         self.probed = False
+        self.side: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         memo[id(self)] = new = Shared(self.device)
@@ -198,9 +199,22 @@ class Shared:
         """Enqueued: kernels launched before still read the length before."""
         if self.lengths is None or self.lengths.shape[0] != rows:
             self.lengths = torch.full((rows,), n, dtype=torch.int32, device=self.device)
+            self.last = torch.full((1,), n - 1, dtype=torch.int64, device=self.device)
         elif n != self.n:
             self.lengths.fill_(n)
+            self.last.fill_(n - 1)
         self.n = n
+
+    def append(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+        """A token, as the last of the tail's length: where it goes is read on the device."""
+        layer._k.index_copy_(2, self.last, key)
+        layer._v.index_copy_(2, self.last, value)
+
+    def capturing(self) -> Any:
+        """A stream on which graphs are captured."""
+        if self.side is None:
+            self.side = torch.cuda.Stream(self.device)
+        return self.side
 
     def set_mask(self, mask: torch.Tensor | None, rows: int, n: int, capacity: int) -> None:
         """mask: [B or 1, 1, 1, all tokens], bool or added to the logits; a step's layers hand over the same one."""
@@ -318,11 +332,41 @@ class Plan:
             functions().plan_destroy(self.handle)
 
 
+class StepGraph:
+    """A single token of one layer - append it to the tail, attend to everything - as one launch instead of seven."""
+
+    def __init__(self, layer: Any, plan: Plan, shared: Shared, tensors: tuple[torch.Tensor, ...]) -> None:
+        """tensors: query, key, value of a token, whose shapes and dtype count."""
+        self.plan = plan
+        query = tensors[0]
+        sizes = [x.numel() for x in tensors]
+        self.new = query.new_empty(sum(sizes))
+        q, k, v = (part.view(x.shape) for part, x in zip(self.new.split(sizes), tensors))
+        # the same memory at every step: the next layer's work on it comes before the next token
+        self.out = query.new_empty((query.shape[0], 1, query.shape[1], v.shape[3]))
+        shared.append(layer, *tensors[1:])  # nothing may be loaded while a graph is captured
+        self.graph, stream = torch.cuda.CUDAGraph(), shared.capturing()
+        with torch.cuda.stream(stream):
+            self.graph.capture_begin(capture_error_mode="thread_local")  # other threads copy meanwhile
+            shared.append(layer, k, v)
+            plan.attend(q, self.out)
+            self.graph.capture_end()
+
+    def run(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        torch.cat([x.detach().reshape(-1) for x in tensors], out=self.new)
+        self.graph.replay()
+        return self.out
+
+    def nbytes(self) -> int:
+        return self.new.nbytes + self.out.nbytes
+
+
 class DeviceAttention:
     """One layer's part: the plan for single tokens, and what a further prompt takes."""
 
     def __init__(self, shared: Shared) -> None:
         self.shared, self.plan = shared, None
+        self.graph: StepGraph | None = None
         self.compressor = Compressor(shared.device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceAttention:
@@ -331,7 +375,27 @@ class DeviceAttention:
 
     def forget(self) -> None:
         """The segments or the tail's memory changed."""
-        self.plan = None
+        self.plan = self.graph = None
+
+    def may_defer(self, layer: Any) -> bool:
+        """Will `step` be able to append the next token?"""
+        return (
+            self.plan is not None
+            and self.plan.k is layer._k
+            and self.plan.seen is None
+            and self.plan.lengths is self.shared.lengths
+            and layer._k.shape[2] > layer.n
+        )
+
+    def step(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Append a token and attend, by a graph that is made at the first of a plan's steps but one."""
+        self.shared.set_length(query.shape[0], layer.n)
+        tensors = query, key, value
+        with current(self.shared.device):
+            if self.graph is None or self.graph.plan is not self.plan:
+                assert self.plan is not None
+                self.graph = StepGraph(layer, self.plan, self.shared, tensors)
+            return self.graph.run(tensors)
 
     def probe(self, layer: Any, query: torch.Tensor) -> None:
         """Before a prompt is read: would the library take such layers on this device?"""
@@ -391,4 +455,5 @@ class DeviceAttention:
             first += count
 
     def nbytes(self) -> int:
-        return self.plan.own.numel() if self.plan is not None else 0
+        graph = 0 if self.graph is None else self.graph.nbytes()
+        return graph + (self.plan.own.numel() if self.plan is not None else 0)

@@ -52,6 +52,7 @@ class AnchorKVLayer(CacheLayerMixin):
         self.offset = 0  # tokens in the segments, padding included
         self.rows = None  # rows[b]: [Segment]
         self.pending = False  # keys were handed out and not attended to yet
+        self.deferred = False  # and not appended either: attention does it
         self.is_initialized = False
         self.why_dense = None
         self.sinks = None
@@ -144,7 +145,13 @@ class AnchorKVLayer(CacheLayerMixin):
         t = key_states.shape[2]
         if self.settings.when == "decode" and self.offset == 0 and t == 1 and self.n > 1:
             self.compress_tail()
-        self._append(key_states, value_states)
+        self.deferred = (
+            self.settings.graphs and t == 1 and self.offset > 0 and self.gpu is not None and self.gpu.may_defer(self)
+        )
+        if self.deferred:
+            self.n += 1  # attention appends it
+        else:
+            self._append(key_states, value_states)
         self.pending = True
         if self.offset and self.gpu is not None:  # attention takes them from here; views would cost time only
             keys, values = key_states, value_states
@@ -165,10 +172,13 @@ class AnchorKVLayer(CacheLayerMixin):
                     if self.n:
                         grown[:, :, : self.n] = old[:, :, : self.n]
                     setattr(self, name, grown)
-            self._k.narrow(2, self.n, k.shape[2]).copy_(k)
-            self._v.narrow(2, self.n, k.shape[2]).copy_(v)
+            self._write(self.n, k, v)
         self._shared = self._k is k
         self.n = need
+
+    def _write(self, at, k, v):
+        self._k.narrow(2, at, k.shape[2]).copy_(k)
+        self._v.narrow(2, at, k.shape[2]).copy_(v)
 
     def get_seq_length(self, *args):
         return self.offset + self.n
@@ -243,6 +253,9 @@ class AnchorKVLayer(CacheLayerMixin):
         if self.gpu is None or self.gpu.plan is None or self.module is None or self.module() is not module:
             self._check(module, query, options)  # what it reads is in the plan, where there is one
         self.pending = False
+        if self.deferred and (mask is not None or query.dtype is not key.dtype):
+            self._write(self.n - 1, key, value)  # no case for the graph
+            self.deferred = False
         self._observe(query, mask, options.get("position_ids"))
         if self.offset == 0:
             if self.gpu is not None:
@@ -250,7 +263,11 @@ class AnchorKVLayer(CacheLayerMixin):
             out = underneath(module, query, key, value, mask, **options)
             limit = 1 if query.shape[2] > 1 and self.settings.when == "forward" else self.settings.tail_limit
         else:
-            out = self._attend_compressed(query, mask), None
+            if self.deferred:
+                out = self.gpu.step(self, query, key, value), None
+                self.deferred = False
+            else:
+                out = self._attend_compressed(query, mask), None
             limit = self.settings.tail_limit
         if self.n >= limit and (self.settings.when != "manual" or self.offset):
             self.compress_tail()
