@@ -178,6 +178,7 @@ int serve_engine_create(const serve_options *options, akv_llama *host, const akv
     e->generator.vocab_tokens = model.vocab_tokens;
     e->generator.batch_tokens = o.batch_tokens;
     e->generator.keep_ratio = options->keep_ratio;
+    e->generator.exact = (uint32_t)options->exact;
     e->generator.scratch = calloc(model.vocab_tokens, 2 * sizeof(double));
     e->generator.opening_logits = calloc(model.vocab_tokens, sizeof(float));
     e->slots = calloc(options->slots, sizeof(serve_job *));

@@ -245,6 +245,7 @@ static akv_status begin_rolling(serve_generator *g, serve_job *job, akv_diag *di
     akv_llama_rolling rolling;
     akv_llama_rolling_init(&rolling);
     rolling.config.keep_ratio = g->keep_ratio;
+    rolling.full_tokens = g->exact;
     rolling.from_token = job->document != NULL ? UINT32_MAX : 0;
     const akv_status status = akv_llama_set_rolling(g->host, &rolling, diag);
     job->rolls = status == AKV_OK;

@@ -14,6 +14,7 @@ enum {
     OPT_HOST = 500,
     OPT_PORT,
     OPT_RATIO,
+    OPT_EXACT,
     OPT_SLOTS,
     OPT_QUEUE,
     OPT_KEY,
@@ -97,6 +98,8 @@ static bool set(serve_options *o, int option, const char *value)
             return false;
         o->keep_ratio = 1.0 / x;
         return true;
+    case OPT_EXACT:
+        return cli_parse_u64("--exact", value, 1, 1u << 24, &o->exact);
     case OPT_SLOTS:
         return cli_parse_u64("--slots", value, 1, 256, &o->slots);
     case OPT_QUEUE:
@@ -135,6 +138,7 @@ static int parse(int argc, char **argv, serve_options *o)
                                             {"host", required_argument, NULL, OPT_HOST},
                                             {"port", required_argument, NULL, OPT_PORT},
                                             {"ratio", required_argument, NULL, OPT_RATIO},
+                                            {"exact", required_argument, NULL, OPT_EXACT},
                                             {"slots", required_argument, NULL, OPT_SLOTS},
                                             {"queue", required_argument, NULL, OPT_QUEUE},
                                             {"api-key", required_argument, NULL, OPT_KEY},
@@ -305,6 +309,7 @@ static int run(int argc, char **argv)
                        .budget = 512u << 20,
                        .max_body = 16u << 20,
                        .max_tokens = 4096,
+                       .exact = 2048,
                        .slots = 4,
                        .queue = 16,
                        .timeout = 300.0,
@@ -335,6 +340,7 @@ const cli_command cli_cmd_serve = {
     "      --host ADDRESS   to listen at (127.0.0.1)\n"
     "      --port N         (8080); 0: any free one, which is printed\n"
     "      --ratio X        how many times smaller documents become, unless a request says otherwise (10)\n"
+    "      --exact N        a conversation is compressed beyond what N tokens take uncompressed (2048)\n"
     "      --slots N        answers that are made at the same time (4)\n"
     "      --queue N        requests that may wait, and documents that may wait (16); beyond it 429\n"
     "      --api-key KEY    only who has it may ask; may be repeated. Other users of this computer can see it: better\n"

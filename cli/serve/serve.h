@@ -44,6 +44,7 @@ typedef struct serve_options {
     uint64_t budget;     /* bytes of all documents */
     uint64_t max_body;   /* bytes of a request */
     uint64_t max_tokens; /* of an answer */
+    uint64_t exact;      /* a conversation may always take as many bytes as so many tokens uncompressed */
     uint64_t slots;      /* answers at the same time */
     uint64_t queue;      /* that wait, and documents that wait */
     uint64_t seed;
@@ -263,6 +264,7 @@ typedef struct serve_generator {
     uint32_t vocab_tokens;
     uint32_t batch_tokens;
     double keep_ratio; /* of the conversations, beyond what they may always take */
+    uint32_t exact;    /* that, in uncompressed tokens */
     akv_llama_store *opening; /* of the last such token */
     float *opening_logits;    /* [vocab_tokens] behind it */
     double *scratch;          /* [2 * vocab_tokens] */

@@ -419,7 +419,7 @@ typedef struct akv_llama_rolling {
     akv_config config;       /* of the segments; keep_ratio is that of the whole conversation, cells and exact tokens
                                 included: older tokens keep less than newer ones. budget_bytes must be 0. executor NULL
                                 means the host's */
-    uint32_t segment_tokens; /* how many old tokens become one segment; fewer when the older ones would suffer; 1024 */
+    uint32_t segment_tokens; /* how many old tokens become one segment; fewer when the older ones would suffer; 512 */
     uint32_t keep_tokens;    /* how many of the latest stay exact besides B's cells, at least; 0 */
     uint32_t from_token;     /* the tokens before this one stay as they are unless the budget asks for more: a document;
                                 UINT32_MAX (as initialised): all that is there already */

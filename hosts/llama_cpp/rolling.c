@@ -24,7 +24,7 @@ void akv_llama_rolling_init(akv_llama_rolling *rolling)
     memset(rolling, 0, sizeof *rolling);
     rolling->struct_size = sizeof *rolling;
     akv_config_init(&rolling->config);
-    rolling->segment_tokens = 1024;
+    rolling->segment_tokens = 512;
     rolling->keep_tokens = 0;
     rolling->full_tokens = 2048;
     rolling->from_token = UINT32_MAX;

@@ -548,6 +548,27 @@ def test_folder(h, model, folder, old, ask, mine):
     s.end()
 
 
+def test_rolling(h, model, text):
+    """A prompt longer than may stay uncompressed is compressed on the way, and answered."""
+    s = Server(h, model, "--slots", "1", "--exact", "560")
+    connection, answer = s.open_stream("/v1/chat/completions", chat(text, max_tokens=40))
+    h.check(answer.status == 200, f"a long conversation: {answer.status}")
+    dense = held = segments = 0.0
+    finish = None
+    for line in answer:
+        if not line.startswith(b"data: {"):
+            continue
+        if dense == 0.0:  # the first piece of the answer: the prompt has been read
+            dense = s.metric("kv_dense_bytes")
+            segments = s.metric('kv_bytes{kind="segments"}')
+            held = segments + s.metric('kv_bytes{kind="cells"}') + s.metric('kv_bytes{kind="waiting"}')
+        finish = json.loads(line[6:])["choices"][0]["finish_reason"] or finish
+    connection.close()
+    h.check(finish in ("length", "stop"), f"a long conversation ends with {finish}")
+    h.check(segments > 0 and held < 0.8 * dense, f"{held} bytes are held of {dense}, {segments} in segments")
+    s.end()
+
+
 def test_command(h, model, folder):
     h.run("serve", code=1, err="which model")
     h.run("serve", "--help", out="--api-key-file")
@@ -579,7 +600,8 @@ def main():
         Server.more = ["--threads", options.threads, "--drain", "300"]
     h = Harness(options.akv)
     with open(options.text, encoding="utf-8") as f:
-        text = f.read()[:2600]
+        whole = f.read()
+    text = whole[:2600]
     with tempfile.TemporaryDirectory() as folder:
         documents, keys = os.path.join(folder, "documents"), os.path.join(folder, "keys")
         with open(keys, "w", encoding="utf-8") as f:
@@ -597,6 +619,7 @@ def main():
         test_drain(h, s, ask)
         mine = test_restart_and_keys(h, options.model, documents, keys, text)
         test_folder(h, options.model, documents, d, ask, mine)
+        test_rolling(h, options.model, whole[:4400])
     return h.end()
 
 

@@ -118,6 +118,25 @@ void fuzz_rewrite_segment(akv_segment *segment, uint64_t pick)
         fuzz_use_segment(out);
         akv_segment_release(out);
     }
+    /* with queries, unless that would be too much work */
+    const akv_shape *s = &info.shape;
+    const uint64_t rows = (uint64_t)s->num_kv_heads * s->gqa_group;
+    if (rows * s->head_dim_k <= 4096 && rows * s->num_tokens <= 65536) {
+        float *q = calloc(rows * 2 * s->head_dim_k, sizeof *q);
+        HOLDS(q != NULL, "no memory");
+        for (uint64_t i = 0; i < rows * 2 * s->head_dim_k; i++)
+            q[i] = (float)((int)((pick + i * 37) % 23) - 11) * 0.25f;
+        const akv_tensor queries = akv_tensor_contiguous(q, AKV_F32, 2, s->head_dim_k);
+        out = NULL;
+        diag = (akv_diag){AKV_OK, ""};
+        status = akv_segment_retarget_observed(segment, budget, &queries, 2, NULL, &out, NULL, &diag);
+        SAYS_WHY(status, diag);
+        if (status == AKV_OK) {
+            fuzz_use_segment(out);
+            akv_segment_release(out);
+        }
+        free(q);
+    }
     out = NULL;
     diag = (akv_diag){AKV_OK, ""};
     const uint64_t tokens = 1 + (pick >> 8) % info.shape.num_tokens;
