@@ -22,7 +22,6 @@ extern "C" {
 /* Tokens of one item of the plain path: canonical blocks, dense segments, tails. */
 #define AKV_CUDA_PART_TOKENS AKV_BLOCK_TOKENS
 #define AKV_CUDA_PART_ROWS 8u   /* query rows (head of the group x query token) handled together there */
-#define AKV_CUDA_POOL_CHUNKS 16u /* the most that one segment's anchors are cut into when pooled */
 
 /* Values of code numbers and gains, filled from core/ladder.h on the host: one source for CPU and GPU. */
 typedef struct akv_code_values {
@@ -48,33 +47,30 @@ typedef struct akv_item {
     uint32_t part;       /* its slot among the partial states */
 } akv_item;
 
-/* A run of spans of one head of a packed segment; a thread block works off a list of these. */
+/*
+ * A run of spans of one head of a packed segment, with all that a block has to know before it can ask for anything:
+ * every look-up less at its start counts. A thread block works off a list of these.
+ */
 typedef struct akv_span_item {
     const uint8_t *packed;
     uint32_t head;
     uint32_t first_span, num_spans;
-    uint32_t part; /* its slot among the span states */
+    uint32_t part; /* its slot among the partial states */
     uint32_t pool;
     uint32_t unused;
+    akv_packed head_of_packed; /* what packed begins with */
 } akv_span_item;
 
-/*
- * All items of one packed segment: their states are pooled into partial states, one a chunk of anchors and one for
- * residuals.
- */
+_Static_assert(sizeof(akv_span_item) % 16 == 0, "copied in pieces of 16 bytes");
+
+#define AKV_SPAN_STATIC 512u /* a block's shared memory besides what is asked for at its launch, at most */
+
+/* A packed segment of a sequence: all its items share prepared queries. */
 typedef struct akv_pool {
     const uint8_t *packed;
     uint32_t sequence;
-    uint32_t first_slot;
+    uint32_t unused;
 } akv_pool;
-
-/* States that span items leave: values are still in anchors and coordinates. */
-typedef struct akv_span_states {
-    float *max;  /* [parts, rows] */
-    float *sum;
-    float *sums; /* [parts, rows, dim]: residuals in the transform's coordinates */
-    float *hist; /* [parts, rows, most anchors]: weight x coefficient of each anchor */
-} akv_span_states;
 
 /*
  * Queries of one (pool, KV head, chunk of rows) as queries.cu leaves them for the span kernel: byte offsets. Prepared
@@ -122,8 +118,8 @@ typedef struct akv_partials {
 #define AKV_CUDA_BLOCKS 132u /* one on each of an H200's processors; fixed, so that items depend on shapes only */
 
 /*
- * A run of spans of one head of a PLAIN segment, with all that a block has to know before it can ask for anything: every
- * look-up less at its start counts.
+ * A run of spans of one head of a PLAIN segment, with all that a block has to know before it can ask for anything:
+ * every look-up less at its start counts.
  */
 typedef struct akv_paper_item {
     const uint8_t *packed;
@@ -157,7 +153,7 @@ typedef struct akv_cuda_call {
     const uint32_t *first_slot; /* [num_sequences + 1] */
     const int32_t *tail_lengths;
     akv_partials partials;
-    uint32_t num_span_blocks, num_span_items, num_pools, most_anchors, most_parts, pool_chunks;
+    uint32_t num_span_blocks, num_span_items, num_pools;
     uint32_t row_chunk;  /* query rows of a span item: 4 or 8 */
     uint32_t fast_steps; /* of all packed segments of the batch */
     uint32_t span_shared_bytes, prepare_shared_bytes;
@@ -166,10 +162,7 @@ typedef struct akv_cuda_call {
     const uint32_t *first_item; /* [num_span_blocks + 1] */
     const akv_span_item *span_items;
     const akv_pool *pools;
-    /* [num_pools, H] and their number behind the last: parts of a pool's head follow each other */
-    const uint32_t *first_part;
     uint8_t *prepared;          /* [num_pools, H, chunks of rows, prepared_bytes] */
-    akv_span_states states;
     akv_cuda_paper paper;
     akv_code_values values;
     akv_cuda_step step;
@@ -194,8 +187,6 @@ cudaError_t akv_cuda_prepare_spans(const akv_span_shape *shape, size_t shared_by
 cudaError_t akv_cuda_prepare_queries(uint32_t row_chunk, size_t shared_bytes);
 cudaError_t akv_cuda_launch_queries(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_spans(const akv_cuda_call *call, cudaStream_t stream);
-cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows);
-cudaError_t akv_cuda_launch_pools(const akv_cuda_call *call, cudaStream_t stream);
 /* The same for profile paper. */
 int akv_cuda_paper_covers(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps);
 size_t akv_cuda_paper_shared(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps, uint32_t anchors, uint32_t span,

@@ -112,6 +112,27 @@ static __device__ __forceinline__ void fetch_line(const void *from)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 
+/* To shared memory, if `there`: a predicate, where the compiler would make a branch of it. */
+static __device__ __forceinline__ void store_shared_if(bool there, uint32_t to, float x)
+{
+    asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.shared.f32 [%1], %2; }" ::"r"((uint32_t)there), "r"(to),
+                 "f"(x)
+                 : "memory");
+}
+
+/* A range to L2, both ends multiples of 16, by a block of threads. */
+template <int THREADS> static __device__ __forceinline__ void fetch_range(const uint8_t *from, uint32_t bytes)
+{
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    if (threadIdx.x == 0 && bytes > 0)
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+#else
+#    pragma unroll 1
+    for (uint32_t e = threadIdx.x * 64; e < bytes; e += THREADS * 64)
+        fetch_line(from + e);
+#endif
+}
+
 /* Floats as whole numbers of the same order, for maxima in shared memory. */
 static __device__ __forceinline__ int ordered(float x)
 {

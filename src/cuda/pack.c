@@ -73,10 +73,12 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
         p->coords[side] = akv_num_coords(h, side);
         p->basis_dim[side] = h->basis_dim[side];
         p->basis_cols[side] = h->basis_cols[side];
-        PUT(p->anchors[side], H * k * d);
+        const uint64_t columns = side == AKV_SIDE_V ? akv_round_up(p->basis_cols[side], 16) * d
+                                                    : (uint64_t)p->basis_cols[side] * p->basis_dim[side];
+        PUT(p->anchors[side], H * (side == AKV_SIDE_V ? akv_round_up(k, 16) : k) * d);
         PUT(p->anchor_scales[side], H * k * 4);
         PUT(p->units[side], H * d * 4);
-        PUT(p->basis[side], H * p->basis_cols[side] * p->basis_dim[side]);
+        PUT(p->basis[side], H * columns);
         PUT(p->basis_scales[side], H * p->basis_cols[side] * 4);
     }
     PUT(p->slots, dk * 2);
@@ -131,9 +133,12 @@ static void write_turns(const akv_packed *p, const akv_plane *planes, uint8_t *o
     float *turns = (float *)(void *)(out + p->span_turns);
     for (uint32_t i = 0; i < p->num_spans * 2; i++)
         for (uint32_t j = 0; j < p->dim[0] / 2; j++, turns += 2) {
-            const double angle = ((double)p->first_position + (double)(i / 2) * p->span_tokens + i % 2 * 16) * planes[j].speed;
-            turns[0] = (float)cos(angle);
-            turns[1] = (float)sin(angle);
+            const bool slow = j / 8 >= p->fast_steps;
+            const double token = slow ? 0 : i % 2 * 16,
+                         angle = ((double)p->first_position + (double)(i / 2) * p->span_tokens + token) * planes[j].speed;
+            const bool slope = slow && i % 2 == 1;
+            turns[0] = (float)(slope ? -1024.0 * planes[j].speed * sin(angle) : cos(angle));
+            turns[1] = (float)(slope ? 1024.0 * planes[j].speed * cos(angle) : sin(angle));
         }
 }
 
@@ -163,17 +168,26 @@ static void write_head(const akv_segment *segment, const akv_packed *p, const ak
         const uint64_t basis = (uint64_t)p->basis_cols[side] * p->basis_dim[side];
         for (uint64_t a = 0; a < k; a++)
             scales[a] = akv_f16_to_f32(v[side].anchor_scales[a]);
-        if (basis > 0)
+        if (basis > 0 && side == AKV_SIDE_K)
             memcpy(out + p->basis[side] + head * basis, v[side].basis, basis);
         if (p->basis_cols[side] > 0)
             memcpy(out + p->basis_scales[side] + (uint64_t)head * p->basis_cols[side] * 4, v[side].basis_scales, p->basis_cols[side] * 4u);
         for (uint32_t i = 0; side == AKV_SIDE_V && i < p->dim[1]; i++)
             units[i] = akv_bf16_to_f32(v[1].units[i]);
     }
-    uint8_t *anchors = out + p->anchors[1] + head * k * p->dim[1];
-    for (uint64_t i = 0; i < k * p->dim[1]; i++)
-        anchors[i] = (uint8_t)(v[1].anchors[i] + 128);
-    anchors = out + p->anchors[0] + head * k * dk;
+    const uint32_t dv = p->dim[1], cols = p->basis_cols[1], n = p->basis_dim[1],
+                   padded = (uint32_t)akv_round_up(cols, 16);
+    uint8_t *values = out + p->anchors[1] + head * akv_round_up(k, 16) * dv,
+            *basis = out + p->basis[1] + (uint64_t)head * padded * dv;
+    for (uint32_t i = 0; i < dv; i++) {
+        for (uint32_t a = 0; a < akv_round_up(k, 16); a++)
+            values[akv_value_operand(dv, a, i)] =
+                (uint8_t)((a < k ? v[1].anchors[(uint64_t)a * dv + i] : 0) + 128);
+        for (uint32_t a = 0; a < padded; a++)
+            basis[akv_value_operand(dv, a, i)] =
+                (uint8_t)((a < cols && i < n ? v[1].basis[(uint64_t)a * n + i] : 0) + 128);
+    }
+    uint8_t *anchors = out + p->anchors[0] + head * k * dk;
     for (uint32_t s = 0; s < p->steps; s++)
         for (uint32_t i = 0; i < 8; i++) {
             double m[2];

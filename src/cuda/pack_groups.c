@@ -176,13 +176,11 @@ static void read_block(const akv_ladder_view *v, const akv_level_list *lists, ui
 
 /* --------------------------------------------------------------------------------------------------- sizes of spans */
 
-/* Work of one group, in units that fit what was measured: a warp mostly waits for what it did itself just before. */
-static uint32_t group_work(const akv_head_plan *plan, int side, uint32_t level)
+/* Work of one group of values, in units that fit what was measured: a warp mostly waits for what it did itself just before. */
+static uint32_t group_work(const akv_head_plan *plan, uint32_t level)
 {
     const akv_value_level v = plan->values[level].level;
-    const akv_key_level k = plan->keys[level].level;
-    return side == AKV_SIDE_K ? 110u + 8u * k.units + 60u * k.four
-                              : 130u * ((v.tiles + 7u) / 8 + (v.four + 7u) / 8) + 14u * v.tiles + 45u * v.four;
+    return 130u * ((v.tiles + 7u) / 8 + (v.four + 7u) / 8) + 14u * v.tiles + 45u * v.four;
 }
 
 static uint32_t group_bytes(const akv_head_plan *plan, int side, uint32_t level)
@@ -210,28 +208,41 @@ static void count_groups(const akv_head_plan *plan, int side, const uint32_t *co
         span->groups[side][l + 1] = (uint16_t)(span->groups[side][l] + (count[l] + 15) / 16);
 }
 
-/* First group of each share; returns the bytes of codes. */
-static uint64_t share_out(const akv_head_plan *plan, int side, akv_packed_span *span)
+/* Where the codes of each level of the keys begin; returns the bytes of all. */
+static uint64_t place_keys(const akv_head_plan *plan, akv_packed_span *span)
 {
+    uint64_t bytes = 0;
+    memset(span->key_codes, 0, sizeof span->key_codes);
+    for (uint32_t l = 0; l < plan->num_levels; l++) {
+        span->key_codes[l] = (uint32_t)bytes;
+        bytes += (uint64_t)(span->groups[AKV_SIDE_K][l + 1] - span->groups[AKV_SIDE_K][l]) * group_bytes(plan, AKV_SIDE_K, l);
+    }
+    return bytes;
+}
+
+/* First group of each share of the values; returns the bytes of codes. */
+static uint64_t share_out(const akv_head_plan *plan, akv_packed_span *span)
+{
+    const uint16_t *groups = span->groups[AKV_SIDE_V];
     uint64_t total = 0, done = 0, bytes = 0;
     uint32_t share = 0, g = 0;
-    memset(span->warp[side], 0, sizeof span->warp[side]);
-    memset(span->warp_codes[side], 0, sizeof span->warp_codes[side]);
+    memset(span->warp, 0, sizeof span->warp);
+    memset(span->warp_codes, 0, sizeof span->warp_codes);
     for (uint32_t l = 0; l < plan->num_levels; l++)
-        total += (uint64_t)(span->groups[side][l + 1] - span->groups[side][l]) * group_work(plan, side, l);
+        total += (uint64_t)(groups[l + 1] - groups[l]) * group_work(plan, l);
     for (uint32_t l = 0; l < plan->num_levels; l++)
-        for (; g < span->groups[side][l + 1]; g++) {
+        for (; g < groups[l + 1]; g++) {
             while (share < AKV_PACK_WARPS && done * AKV_PACK_WARPS >= total * share) {
-                span->warp[side][share] = (uint16_t)g;
-                span->warp_codes[side][share++] = (uint32_t)bytes;
+                span->warp[share] = (uint16_t)g;
+                span->warp_codes[share++] = (uint32_t)bytes;
             }
-            done += group_work(plan, side, l);
-            bytes += group_bytes(plan, side, l);
+            done += group_work(plan, l);
+            bytes += group_bytes(plan, AKV_SIDE_V, l);
         }
     for (; share <= AKV_PACK_WARPS; share++) {
-        span->warp[side][share] = (uint16_t)g;
+        span->warp[share] = (uint16_t)g;
         if (share < AKV_PACK_WARPS)
-            span->warp_codes[side][share] = (uint32_t)bytes;
+            span->warp_codes[share] = (uint32_t)bytes;
     }
     return bytes;
 }
@@ -245,7 +256,7 @@ uint64_t akv_place_span(const akv_head_plan *plan, const akv_ladder_view v[AKV_S
         uint32_t count[AKV_PACK_MAX_LEVELS];
         count_levels(&v[side], begin, n, count);
         count_groups(plan, side, count, span);
-        const uint64_t bytes = share_out(plan, side, span);
+        const uint64_t bytes = side == AKV_SIDE_K ? place_keys(plan, span) : share_out(plan, span);
         PUT(span->entries[side], (uint64_t)span->groups[side][plan->num_levels] * 32);
         PUT(span->codes[side], bytes);
     }

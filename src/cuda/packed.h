@@ -25,6 +25,10 @@
  * and 3 the same for tokens 2c + 8, 2c + 9; the next tile in bits 4 to 7. Two tiles are 16 bits a lane (the lower
  * halves' byte first), four a word. 4-bit codes are in tiles of 16 coordinates of their own: coordinates r and r + 8,
  * tokens 2c, 2c + 1, 2c + 8, 2c + 9, a word a lane.
+ *
+ * Value anchors and directions of the values' transform stand as operands of the tensor core: tiles of 16 coordinates
+ * x 16 of them, 32 lanes of 8 bytes each (coordinates r and r + 8; 2c, 2c + 1 of r, then of r + 8, then 2c + 8, 2c +
+ * 9).
  */
 #ifndef AKV_CUDA_PACKED_H
 #define AKV_CUDA_PACKED_H
@@ -35,8 +39,16 @@
 #define AKV_PACK_SLOW_TURN 0.06 /* rad over half a window: what first order leaves is below its square / 2 */
 #define AKV_PACK_MAX_SPAN 2048u /* an entry names its token, or the place behind the last one, by 12 bits */
 #define AKV_PACK_MAX_LEVELS 15u
-#define AKV_PACK_WARPS 16u      /* shares of a span's residual groups on either side, equal by work */
+#define AKV_PACK_WARPS 16u      /* shares of a span's groups of value residuals, equal by work */
 #define AKV_PACK_MAX_ANCHORS 4096u
+
+/* Byte of coordinate i of value anchor (or direction) a among the operands. */
+static inline uint64_t akv_value_operand(uint32_t dim, uint32_t a, uint32_t i)
+{
+    const uint32_t column = a % 16, lane = i % 8 * 4 + column % 8 / 2;
+    const uint32_t in_lane = i / 16 % 2 * 8 + column / 8 * 4 + i / 8 % 2 * 2 + column % 2;
+    return (uint64_t)(a / 16) * 16 * dim + ((i / 32) * 32u + lane) * 16 + in_lane;
+}
 
 /* Entry of a residual: token in the span and gain code. Groups are filled up with the token behind the span's last. */
 #define AKV_ENTRY(token, gain) ((uint16_t)((token) << 4 | (gain)))
@@ -45,9 +57,9 @@
 #define AKV_TOKEN_WORD(anchor, coeff) ((uint16_t)((anchor) | (coeff) << 12))
 
 /*
- * Place of a token's value word in its span. Tokens that a warp adds to the histogram of value anchors together are span /
- * 32 - 1 apart or more: neighbours often share an anchor, and then their additions wait for each other. A warp's tokens lie
- * in different banks of shared memory all the same.
+ * Place of a token's value word in its span. Tokens that a warp adds to the histogram of value anchors together are
+ * span / 32 - 1 apart or more: neighbours often share an anchor, and then their additions wait for each other. A
+ * warp's tokens lie in different banks of shared memory all the same.
  */
 static inline uint32_t akv_value_place(uint32_t token, uint32_t span_tokens)
 {
@@ -101,7 +113,11 @@ typedef struct akv_packed {
     uint32_t steps4[2];              /* magnitudes of 4-bit codes as bytes */
     int32_t first_position;
     float magnitude;
-    uint64_t anchors[2];       /* u8 (byte + 128) [H, k, dim]; keys: in lane order of the steps; values: own order */
+    /*
+     * u8 (byte + 128); keys: [H, k, dim] in lane order of the steps; values: operands [H, k / 16, dim / 32, 32 lanes,
+     * 2 tiles, 8], filled up with zeros
+     */
+    uint64_t anchors[2];
     uint64_t anchor_scales[2]; /* f32 [H, k] */
     /* f32 [H, dim]; keys in slot order, times the rotary embedding's magnitude where they turn */
     uint64_t units[2];
@@ -114,9 +130,13 @@ typedef struct akv_packed {
     /* half2 [H, fast_steps, 32 lanes, 4]: mean key over the unit, turned by 0..15 tokens, as operand */
     uint64_t mean_rows;
     uint64_t mean_slow;        /* half2 x, y [H, steps - fast_steps, 4]: the same for slow steps, not turned */
-    uint64_t span_turns;       /* f32 cos, sin [num_spans, 2, dim_k / 2]: turns to token 0 and to token 16 of a span */
+    /*
+     * f32 cos, sin [num_spans, 2, dim_k / 2]: turns to token 0 of a span and to token 16; slow planes: instead of the
+     * second the first's derivative by 1024 tokens
+     */
+    uint64_t span_turns;
     uint64_t coords_order;     /* u16 [dim_k] COORDS */
-    uint64_t basis[2];         /* i8 [H, cols, basis_dim] */
+    uint64_t basis[2];         /* keys: i8 [H, cols, basis_dim]; values: operands as anchors, u8 [H, cols / 16, ...] */
     uint64_t basis_scales[2];  /* f32 [H, cols] */
     uint64_t key_levels;       /* akv_key_level [H, L] */
     uint64_t key_planes;       /* akv_key_plane [H, key_tiles, 32] */
@@ -134,8 +154,9 @@ typedef struct akv_packed_span {
     uint64_t codes[2];
     uint64_t end;
     uint16_t groups[2][AKV_PACK_MAX_LEVELS + 1]; /* first group of each level, and their number behind the last */
-    uint16_t warp[2][AKV_PACK_WARPS + 4];        /* first group of each share; filled up to a multiple of 16 bytes */
-    uint32_t warp_codes[2][AKV_PACK_WARPS];      /* where its codes begin, in bytes from codes */
+    uint16_t warp[AKV_PACK_WARPS + 8]; /* values: first group of each share; filled up to a multiple of 16 bytes */
+    uint32_t warp_codes[AKV_PACK_WARPS];         /* where its codes begin, in bytes from codes */
+    uint32_t key_codes[AKV_PACK_MAX_LEVELS + 1]; /* keys: where the codes of each level begin */
 } akv_packed_span;
 
 #endif

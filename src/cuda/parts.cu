@@ -607,5 +607,5 @@ extern "C" cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaSt
 {
     const dim3 grid(call->H * call->rows, call->num_sequences);
     return akv_launch((const void *)akv_combine_kernel, grid, MERGE_WARPS * 32, 0, stream, call,
-                      call->early_launch != 0 && (call->num_items > 0 || call->num_pools > 0 || call->paper.num_items > 0));
+                      call->early_launch != 0 && (call->num_items > 0 || call->num_span_items > 0 || call->paper.num_items > 0));
 }

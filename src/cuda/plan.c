@@ -13,17 +13,16 @@ struct akv_cuda_plan {
 
 /* Where things lie in the workspace. */
 typedef struct places {
-    size_t items, span_items, first_item, first_part, pools, tails, first_slot, max, sum, acc, span_max, span_sum, span_sums, span_hist, prepared, total;
+    size_t items, span_items, first_item, pools, tails, first_slot, max, sum, acc, prepared, total;
     size_t paper_items;
     uint64_t num_items, num_slots, num_span_items, num_pools, num_paper_items;
-    uint32_t num_span_blocks, most_anchors, most_parts, pool_chunks, row_chunk, fast_steps, prepared_bytes;
+    uint32_t num_span_blocks, row_chunk, fast_steps, prepared_bytes;
     uint32_t num_paper_blocks, paper_row_chunk, paper_fast_steps, paper_shared_anchors;
     size_t span_shared, queries_shared, paper_shared;
 } places;
 
-/* Blocks that fill a GPU: one on each of an H200's 132 processors; pools are smaller. Fixed, so that items depend on shapes only. */
+/* Blocks that fill a GPU: one on each of an H200's 132 processors. Fixed, so that items depend on shapes only. */
 #define SPAN_BLOCKS AKV_CUDA_BLOCKS
-#define POOL_BLOCKS 264u
 
 static bool is_packed(const akv_cuda_segment *segment)
 {
@@ -118,7 +117,6 @@ typedef struct lists {
     akv_item *items;
     akv_span_item *span_items;
     uint32_t *first_item;
-    uint32_t *first_part;
     akv_pool *pools;
     uint32_t *first_slot;
     akv_paper_item *paper_items;
@@ -222,35 +220,36 @@ static void next_block(shares *at, uint32_t *first_item, uint64_t item)
     at->block++;
 }
 
-static void cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l, shares *share, places *at)
+/* Items of a packed segment; returns the slots that they take. */
+static uint64_t cut_spans(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l,
+                          shares *share, places *at)
 {
     const akv_packed *p = &segment->packed;
+    uint64_t most = 0;
     if (l->pools != NULL) {
-        const akv_pool pool = {segment->device, sequence, (uint32_t)slots};
+        const akv_pool pool = {segment->device, sequence, 0};
         l->pools[at->num_pools] = pool;
     }
     for (uint32_t head = 0; head < heads; head++) {
-        const uint64_t first_part = at->num_span_items;
-        if (l->first_part != NULL)
-            l->first_part[at->num_pools * heads + head] = (uint32_t)first_part;
-        for (uint32_t span = 0, n; span < p->num_spans; span += n) {
+        uint64_t part = 0;
+        for (uint32_t span = 0, n; span < p->num_spans; span += n, part++) {
             bool full = false;
             n = take_spans(share, span, p->num_spans, p->span_tokens, &full);
             if (l->span_items != NULL) {
-                const akv_span_item item = {segment->device, head, span, n, (uint32_t)at->num_span_items, (uint32_t)at->num_pools, 0};
+                const akv_span_item item = {segment->device, head, span, n, (uint32_t)(slots + part), (uint32_t)at->num_pools, 0, *p};
                 l->span_items[at->num_span_items] = item;
             }
             at->num_span_items++;
             if (full)
                 next_block(share, l->first_item, at->num_span_items);
         }
-        const uint32_t parts = (uint32_t)(at->num_span_items - first_part);
-        at->most_parts = parts > at->most_parts ? parts : at->most_parts;
+        most = part > most ? part : most;
     }
     at->num_pools++;
+    return most;
 }
 
-/* The same for profile paper, whose items leave partial states; returns the slots that they take. */
+/* The same for profile paper. */
 static uint64_t cut_paper(const akv_cuda_segment *segment, uint32_t sequence, uint32_t heads, uint64_t slots, const lists *l,
                           shares *share, places *at)
 {
@@ -277,7 +276,7 @@ static uint64_t cut_paper(const akv_cuda_segment *segment, uint32_t sequence, ui
 
 static void cut(const akv_cuda_batch *b, const lists *l, places *at)
 {
-    uint64_t n = 0, slots = 0, pools = 0;
+    uint64_t n = 0, slots = 0;
     shares share, paper_share;
     count_shares(b, false, at->row_chunk, &share);
     count_shares(b, true, at->paper_row_chunk, &paper_share);
@@ -286,12 +285,6 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
     at->num_span_items = at->num_pools = at->num_paper_items = 0;
     next_block(&share, l->first_item, 0);
     next_block(&paper_share, l->paper_first_item, 0);
-    for (uint32_t q = 0; q < b->num_sequences; q++)
-        for (uint32_t s = 0; s < b->sequences[q].num_segments; s++)
-            pools += is_packed(b->sequences[q].segments[s]);
-    /* few pools: cut finely, to fill the GPU; many: coarsely, since every block pays the same latency */
-    const uint64_t chunks = pools == 0 ? 1 : POOL_BLOCKS / (pools * b->num_kv_heads), least = akv_div_up(at->most_anchors, 1024);
-    at->pool_chunks = chunks > AKV_CUDA_POOL_CHUNKS ? AKV_CUDA_POOL_CHUNKS : chunks > least ? (uint32_t)chunks : least > 1 ? (uint32_t)least : 1;
     for (uint32_t q = 0; q < b->num_sequences; q++) {
         const akv_cuda_sequence *seq = &b->sequences[q];
         if (l->first_slot != NULL)
@@ -299,8 +292,7 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
         for (uint32_t s = 0; s <= seq->num_segments; s++) {
             const akv_cuda_segment *segment = s < seq->num_segments ? seq->segments[s] : NULL;
             if (is_packed(segment)) {
-                cut_spans(segment, q, b->num_kv_heads, slots, l, &share, at);
-                slots += at->pool_chunks;
+                slots += cut_spans(segment, q, b->num_kv_heads, slots, l, &share, at);
                 continue;
             }
             if (is_paper(segment)) {
@@ -323,8 +315,6 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
         next_block(&share, l->first_item, at->num_span_items);
     for (; paper_share.block <= paper_share.blocks;)
         next_block(&paper_share, l->paper_first_item, at->num_paper_items);
-    if (l->first_part != NULL)
-        l->first_part[at->num_pools * b->num_kv_heads] = (uint32_t)at->num_span_items;
     at->num_items = n;
     at->num_slots = slots;
 }
@@ -381,7 +371,6 @@ static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *d
             shape.num_levels = p->num_levels > shape.num_levels ? p->num_levels : shape.num_levels;
         }
     at->fast_steps = shape.fast_steps;
-    at->most_anchors = shape.num_anchors;
     int ordinal = 0, most = 0;
     AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
     AKV_CUDA_TRY(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), "asking for the device's shared memory");
@@ -398,7 +387,7 @@ static akv_status choose_kernel(const akv_cuda_batch *b, places *at, akv_diag *d
         at->queries_shared = akv_cuda_queries_shared(&shape);
         at->prepared_bytes = akv_lay_out_queries(shape.dim, shape.row_chunk, shape.num_levels, shape.key_tiles).total;
         at->prepared_bytes = (uint32_t)akv_round_up(at->prepared_bytes, AKV_CUDA_ALIGN);
-        if (at->span_shared <= (size_t)most)
+        if (at->span_shared + AKV_SPAN_STATIC <= (size_t)most)
             return AKV_OK;
     }
     return akv_fail(diag, AKV_E_UNSUPPORTED, "%u anchors a head of %u take %zu bytes of shared memory; a block of device %d has %d",
@@ -414,19 +403,18 @@ static size_t take(size_t *used, uint64_t count, size_t size)
 
 static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
 {
-    const lists none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    const lists none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL};
     memset(at, 0, sizeof *at);
     AKV_TRY(choose_kernel(b, at, diag));
     cut(b, &none, at);
     const uint64_t each = (uint64_t)b->num_kv_heads * b->gqa_group * b->num_queries;
-    const uint64_t rows = (uint64_t)b->gqa_group * b->num_queries, states = at->num_slots * each, span_states = at->num_span_items * rows;
+    const uint64_t rows = (uint64_t)b->gqa_group * b->num_queries, states = at->num_slots * each;
     if (at->num_items > INT32_MAX || at->num_span_items + at->num_paper_items > INT32_MAX || at->num_pools > 65535 || states > (UINT64_C(1) << 40))
         return akv_fail(diag, AKV_E_UNSUPPORTED, "the batch makes %llu items of %llu segments; that is too many for one launch",
                         (unsigned long long)(at->num_items + at->num_span_items + at->num_paper_items), (unsigned long long)at->num_pools);
     at->items = take(&at->total, at->num_items, sizeof(akv_item));
     at->span_items = take(&at->total, at->num_span_items, sizeof(akv_span_item));
     at->first_item = take(&at->total, at->num_span_blocks + 2, sizeof(uint32_t)); /* first_item[0], then one a block */
-    at->first_part = take(&at->total, at->num_pools * b->num_kv_heads + 1, sizeof(uint32_t));
     at->pools = take(&at->total, at->num_pools, sizeof(akv_pool));
     at->paper_items = take(&at->total, at->num_paper_items, sizeof(akv_paper_item));
     at->tails = take(&at->total, b->num_sequences, sizeof(akv_tail));
@@ -434,10 +422,6 @@ static akv_status measure(const akv_cuda_batch *b, places *at, akv_diag *diag)
     at->max = take(&at->total, states, sizeof(float));
     at->sum = take(&at->total, states, sizeof(float));
     at->acc = take(&at->total, states * b->head_dim_v, sizeof(float));
-    at->span_max = take(&at->total, span_states, sizeof(float));
-    at->span_sum = take(&at->total, span_states, sizeof(float));
-    at->span_sums = take(&at->total, span_states * b->head_dim_v, sizeof(float));
-    at->span_hist = take(&at->total, span_states * at->most_anchors, sizeof(float));
     at->prepared = take(&at->total, at->row_chunk == 0 ? 0 : at->num_pools * b->num_kv_heads * akv_div_up(rows, at->row_chunk), at->prepared_bytes);
     return AKV_OK;
 }
@@ -467,8 +451,6 @@ static akv_status check_device(const akv_cuda_batch *b, const places *at, int *o
         error = akv_cuda_prepare_spans(&shape, at->span_shared);
         if (error == cudaSuccess)
             error = akv_cuda_prepare_queries(at->row_chunk, at->queries_shared);
-        if (error == cudaSuccess)
-            error = akv_cuda_prepare_pools(at->most_parts, at->most_anchors, b->head_dim_v, at->pool_chunks, b->gqa_group * b->num_queries);
     }
     if (error == cudaSuccess && at->num_paper_items > 0)
         error = akv_cuda_prepare_paper(b->head_dim_k, at->paper_row_chunk, at->paper_fast_steps, at->paper_shared);
@@ -505,7 +487,7 @@ static void fill_values(akv_code_values *v)
 
 /*
  * Items, tails and slots into the front of the workspace, by one copy; with maxima and sums of the partial states, since
- * heads of profile paper may have fewer items than slots: those stay empty.
+ * heads may have fewer items than slots: those stay empty.
  */
 static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, uint32_t *paper_first_item, cudaStream_t stream,
                        akv_diag *diag)
@@ -515,7 +497,7 @@ static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, 
     if (host == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a list of %zu bytes", bytes);
     const lists l = {(akv_item *)(void *)(host + at->items), (akv_span_item *)(void *)(host + at->span_items),
-                     (uint32_t *)(void *)(host + at->first_item), (uint32_t *)(void *)(host + at->first_part),
+                     (uint32_t *)(void *)(host + at->first_item),
                      (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot),
                      (akv_paper_item *)(void *)(host + at->paper_items), paper_first_item};
     cut(b, &l, at);
@@ -636,9 +618,6 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
     c->num_span_blocks = at.num_span_blocks;
     c->num_span_items = (uint32_t)at.num_span_items;
     c->num_pools = (uint32_t)at.num_pools;
-    c->most_anchors = at.most_anchors;
-    c->most_parts = at.most_parts;
-    c->pool_chunks = at.pool_chunks;
     c->row_chunk = at.row_chunk;
     c->early_launch = major >= 9;
     c->fast_steps = at.fast_steps;
@@ -646,14 +625,9 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
     c->prepare_shared_bytes = (uint32_t)at.queries_shared;
     c->prepared_bytes = at.prepared_bytes;
     c->first_item = (const uint32_t *)(const void *)(ws + at.first_item);
-    c->first_part = (const uint32_t *)(const void *)(ws + at.first_part);
     c->prepared = scratch + (at.prepared - at.acc);
     c->span_items = (const akv_span_item *)(const void *)(ws + at.span_items);
     c->pools = (const akv_pool *)(const void *)(ws + at.pools);
-    c->states.max = (float *)(void *)(scratch + (at.span_max - at.acc));
-    c->states.sum = (float *)(void *)(scratch + (at.span_sum - at.acc));
-    c->states.sums = (float *)(void *)(scratch + (at.span_sums - at.acc));
-    c->states.hist = (float *)(void *)(scratch + (at.span_hist - at.acc));
     c->paper.num_blocks = at.num_paper_blocks;
     c->paper.num_items = (uint32_t)at.num_paper_items;
     c->paper.row_chunk = at.paper_row_chunk;
@@ -690,7 +664,6 @@ akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step,
     AKV_CUDA_TRY(akv_cuda_launch_queries(&call, stream), "launching the preparation of queries");
     AKV_CUDA_TRY(akv_cuda_launch_spans(&call, stream), "launching the attention of packed segments");
     AKV_CUDA_TRY(akv_cuda_launch_parts(&call, stream), "launching the attention of items");
-    AKV_CUDA_TRY(akv_cuda_launch_pools(&call, stream), "launching the pooling of packed segments");
     AKV_CUDA_TRY(akv_cuda_launch_combine(&call, stream), "launching the merge");
     return AKV_OK;
 }

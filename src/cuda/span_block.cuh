@@ -9,7 +9,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/packed.h"
 
-#define WEIGHT_SCALE 64.0f  /* weights times this, as fp16: small ones stay out of its subnormals */
+#define WEIGHT_SCALE 64.0f /* weights times this, as fp16: small ones stay out of its subnormals */
 #define WEIGHT_SCALE_LOG2 6
 #define RUN_AWAY 4.0f       /* weights are relative to a logit that follows the maximum when it is this far ahead */
 #define ANCHOR_BIAS 1152.0f /* a byte under 0x64 is 1024 + 128 + anchor in fp16 */
@@ -34,28 +34,26 @@ struct bit_tables {
     uint32_t first, second, ones, minus;
 };
 
-template <int D, int NR, int NF>
-struct span_block {
+template <int D, int NR, int NF> struct span_block {
     /* tiles of value residuals that are summed at once */
     static constexpr int STEPS = D / 16, NT = NR / 4, VEC = STEPS % 4 == 0 ? 4 : 2, PASS = 8;
     static constexpr int WARPS = NR == 4 && D <= 128 && NF <= 4 ? 16 : 8;
     static constexpr int THREADS = WARPS * 32, SHARES = AKV_PACK_WARPS / WARPS;
     static constexpr bool TURNS_IN_REGISTERS = NF <= 4;
+    static constexpr int MOST_TOKENS = AKV_PACK_MAX_SPAN / THREADS; /* of a span for one thread */
 
     const akv_cuda_call &c;
-    const akv_packed *p;
+    const akv_packed *p; /* in shared memory */
     const uint8_t *base;
     uint8_t *shared;
     span_layout at;
     akv_query_layout queries_at; /* in the tables */
     uint32_t head, row0, rows;
     int warp, lane, row, col; /* lane = 4 row + col */
-    /* the same in every thread: true maximum; what weights are relative to, and its last change; sum of weights */
-    float top[NR], ref[NR], shrink[NR], sum[NR];
-    int exponent; /* the histogram counts in 2^-exponent */
+    int exponent;             /* the histogram counts in 2^-exponent; the same in every thread */
 
     static __host__ __device__ __forceinline__ span_layout lay_out(uint32_t anchors, uint32_t span, uint32_t key_tiles,
-                                                                       uint32_t value_tiles, uint32_t levels)
+                                                                   uint32_t value_tiles, uint32_t levels)
     {
         span_layout l;
         uint32_t at = 0;
@@ -72,19 +70,37 @@ struct span_block {
         l.row_turns = at, at += TURNS_IN_REGISTERS ? 0 : NF * 16 * 4 * 8;
         l.fast_turns = at, at += span / 32 * NF * 4 * 8;
         l.slow_turns = at, at += span / AKV_PACK_WINDOW * (STEPS - NF) * 4 * 8;
-        l.gains = at, at += 3 * 64 + 16;
-        l.reduce = at, at += (WARPS + 2) * NR * 4;
+        l.gains = at, at += 3 * 64 + 16 + 128;
+        l.reduce = at, at += (WARPS + 8) * NR * 4 + 16;
         l.levels = at, at += 2 * levels * 16;
         l.total = at;
         return l;
     }
 
-    __device__ __forceinline__ float *logits() { return (float *)(shared + at.logits); }
-    __device__ __forceinline__ __half *weights() { return (__half *)(shared + at.weights); }
-    __device__ __forceinline__ int *hist() { return (int *)(shared + at.hist); }
-    __device__ __forceinline__ float *slab(int w) { return (float *)(shared + at.slabs) + w * D * NR; }
-    __device__ __forceinline__ const float *queries() { return (const float *)(shared + at.tables); }
-    __device__ __forceinline__ const float *norms() { return (const float *)(shared + at.tables + queries_at.norms); }
+    __device__ __forceinline__ float *logits()
+    {
+        return (float *)(shared + at.logits);
+    }
+    __device__ __forceinline__ __half *weights()
+    {
+        return (__half *)(shared + at.weights);
+    }
+    __device__ __forceinline__ int *hist()
+    {
+        return (int *)(shared + at.hist);
+    }
+    __device__ __forceinline__ float *slab(int w)
+    {
+        return (float *)(shared + at.slabs) + w * D * NR;
+    }
+    __device__ __forceinline__ const float *queries()
+    {
+        return (const float *)(shared + at.tables);
+    }
+    __device__ __forceinline__ const float *norms()
+    {
+        return (const float *)(shared + at.tables + queries_at.norms);
+    }
     __device__ __forceinline__ const float4 *level_values()
     {
         return (const float4 *)(shared + at.tables + queries_at.levels);
@@ -102,23 +118,94 @@ struct span_block {
         return (const akv_value_plane *)(shared + at.value_planes);
     }
     /* [NT, STEPS / 2, 32 lanes, 2] */
-    __device__ __forceinline__ uint2 *turned() { return (uint2 *)(shared + at.turned); }
-    __device__ __forceinline__ uint4 *mean_rows() { return (uint4 *)(shared + at.mean_rows); }
-    __device__ __forceinline__ uint2 *mean_slow() { return (uint2 *)(shared + at.mean_slow); }
-    __device__ __forceinline__ uint2 *row_turns() { return (uint2 *)(shared + at.row_turns); }
-    __device__ __forceinline__ const uint2 *fast_turns() { return (const uint2 *)(shared + at.fast_turns); }
-    __device__ __forceinline__ const uint2 *slow_turns() { return (const uint2 *)(shared + at.slow_turns); }
-    __device__ __forceinline__ float *gains() { return (float *)(shared + at.gains); }
+    __device__ __forceinline__ uint2 *turned()
+    {
+        return (uint2 *)(shared + at.turned);
+    }
+    __device__ __forceinline__ uint4 *mean_rows()
+    {
+        return (uint4 *)(shared + at.mean_rows);
+    }
+    __device__ __forceinline__ uint2 *mean_slow()
+    {
+        return (uint2 *)(shared + at.mean_slow);
+    }
+    __device__ __forceinline__ uint2 *row_turns()
+    {
+        return (uint2 *)(shared + at.row_turns);
+    }
+    __device__ __forceinline__ const uint2 *fast_turns()
+    {
+        return (const uint2 *)(shared + at.fast_turns);
+    }
+    __device__ __forceinline__ const uint2 *slow_turns()
+    {
+        return (const uint2 *)(shared + at.slow_turns);
+    }
+    __device__ __forceinline__ float *gains()
+    {
+        return (float *)(shared + at.gains);
+    }
     /* fp16, twice each */
-    __device__ __forceinline__ uint32_t *half_gains() { return (uint32_t *)(shared + at.gains + 64); }
-    __device__ __forceinline__ float *coefficients() { return (float *)(shared + at.gains + 128); }
-    __device__ __forceinline__ bit_tables *bit_constants() { return (bit_tables *)(shared + at.gains + 192); }
+    __device__ __forceinline__ uint32_t *half_gains()
+    {
+        return (uint32_t *)(shared + at.gains + 64);
+    }
+    __device__ __forceinline__ float *coefficients()
+    {
+        return (float *)(shared + at.gains + 128);
+    }
+    __device__ __forceinline__ bit_tables *bit_constants()
+    {
+        return (bit_tables *)(shared + at.gains + 192);
+    }
+    /*
+     * [32] of 0. What is read here differs from lane to lane as far as the compiler knows: numbers that are the same
+     * for a warp go to uniform registers otherwise, from which tensor-core and permutation instructions have to copy
+     * them back.
+     */
+    __device__ __forceinline__ uint32_t *nothing()
+    {
+        return (uint32_t *)(shared + at.gains + 208);
+    }
     /* [NR, WARPS] */
-    __device__ __forceinline__ float *warp_sums() { return (float *)(shared + at.reduce); }
+    __device__ __forceinline__ float *warp_sums()
+    {
+        return (float *)(shared + at.reduce);
+    }
     /* [NR] */
-    __device__ __forceinline__ int *maxima(uint32_t i) { return (int *)(shared + at.reduce) + (WARPS + (i & 1)) * NR; }
-    __device__ __forceinline__ span_level *key_levels() { return (span_level *)(shared + at.levels); }
-    __device__ __forceinline__ span_level *value_levels() { return (span_level *)(shared + at.levels) + p->num_levels; }
+    __device__ __forceinline__ int *maxima(uint32_t i)
+    {
+        return (int *)(shared + at.reduce) + (WARPS + (i & 1)) * NR;
+    }
+    /*
+     * [NR]: largest logit so far, what weights are relative to, sum of weights; as they were before span i. Here and
+     * not in registers, which are scarce in every loop.
+     */
+    __device__ __forceinline__ float *top(uint32_t i)
+    {
+        return warp_sums() + (WARPS + 2 + (i & 1)) * NR;
+    }
+    __device__ __forceinline__ float *ref(uint32_t i)
+    {
+        return warp_sums() + (WARPS + 4 + (i & 1)) * NR;
+    }
+    __device__ __forceinline__ float *sum(uint32_t i)
+    {
+        return warp_sums() + (WARPS + 6 + (i & 1)) * NR;
+    }
+    __device__ __forceinline__ uint32_t *keys_taken()
+    {
+        return (uint32_t *)(shared + at.reduce) + (WARPS + 8) * NR;
+    }
+    __device__ __forceinline__ span_level *key_levels()
+    {
+        return (span_level *)(shared + at.levels);
+    }
+    __device__ __forceinline__ span_level *value_levels()
+    {
+        return (span_level *)(shared + at.levels) + p->num_levels;
+    }
 
     __device__ __forceinline__ void zero(uint32_t from, uint32_t bytes)
     {
@@ -136,9 +223,7 @@ struct span_block {
 
     __device__ __forceinline__ void fetch(uint64_t from, uint64_t bytes)
     {
-#pragma unroll 1
-        for (uint32_t e = threadIdx.x * 128; e < (uint32_t)bytes; e += THREADS * 128)
-            fetch_line(base + from + e);
+        fetch_range<THREADS>(base + from, (uint32_t)bytes);
     }
 
     __device__ __forceinline__ const akv_packed_span *spans()
@@ -152,19 +237,41 @@ struct span_block {
         return rest < p->span_tokens ? (uint32_t)rest : p->span_tokens;
     }
 
+    /* Number `i` of the tokens that this thread weighs: akv_value_place. Its word is at place(i). */
+    __device__ __forceinline__ uint32_t place(int i)
+    {
+        return (warp + WARPS * i) * 32 + lane;
+    }
+    __device__ __forceinline__ uint32_t token_at(int i)
+    {
+        const uint32_t each = p->span_tokens / 32, u = warp + WARPS * i; /* spans are powers of two */
+        return u < each ? lane * each + ((u + lane) & (each - 1)) : UINT32_MAX;
+    }
+
+    /* A token of this thread's: weights of all rows, and the value's word. */
+    struct held {
+        uint32_t weights[NR / 2];
+        uint32_t word;
+    };
+
     /* span_setup.cuh, span_keys.cuh, span_values.cuh */
     __device__ __forceinline__ void set_up(const akv_span_item &item, bool first);
     __device__ __forceinline__ uint32_t touch(const akv_packed_span *sp, int side);
     __device__ __forceinline__ void turn_queries(uint32_t span);
+    __device__ __forceinline__ void hide_beyond(uint32_t count);
     __device__ __forceinline__ void key_residuals(const akv_packed_span *sp);
     __device__ __forceinline__ void key_anchors(const akv_packed_span *sp, uint32_t count, int *maxima);
-    __device__ __forceinline__ void soften(uint32_t count, const int *maxima, bool first);
-    __device__ __forceinline__ void value_anchors(const akv_packed_span *sp, uint32_t count, bool first);
+    __device__ __forceinline__ void soften(const akv_packed_span *sp, uint32_t count, uint32_t n,
+                                           held tokens[MOST_TOKENS]);
+    __device__ __forceinline__ void value_anchors(uint32_t count, uint32_t n, const held tokens[MOST_TOKENS]);
     __device__ __forceinline__ void value_residuals(const akv_packed_span *sp);
     template <bool FOUR>
     __device__ __forceinline__ void value_pass(const akv_packed_span *sp, const span_level &level, uint32_t pass,
                                                uint32_t g, uint32_t end, const uint8_t *code);
-    __device__ __forceinline__ void write_states(uint32_t part);
+    template <typename WEIGHT>
+    __device__ __forceinline__ void apply(float acc[STEPS][4], const uint8_t *operands, uint32_t count,
+                                          const WEIGHT &weight);
+    __device__ __forceinline__ void close(uint32_t part, uint32_t n);
 };
 
 #endif

@@ -35,6 +35,10 @@ __device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_ite
         half_gains()[i] = pack_halves(c.values.gain[i], c.values.gain[i]);
         coefficients()[i] = code == c.values.coeff_self ? 1.0f : (float)code * c.values.coeff_step;
     }
+    if (tid >= 128 && tid < 160)
+        nothing()[tid - 128] = 0;
+    if (tid == 97)
+        *keys_taken() = 0;
     if (tid == 96)
         *bit_constants() = {0xff00ff00u, 0xffff0000u, 0x01010101u, 0xffffffffu};
     { /* this block's share of the head's anchors to L2, and of the spans */
@@ -46,14 +50,10 @@ __device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_ite
         fetch(span->words, span->end - span->words);
     }
     zero(at.logits, at.tables - at.logits);
-    if (tid < NR)
+    if (tid < NR) {
         maxima(0)[tid] = maxima(1)[tid] = ordered(-INFINITY);
-#pragma unroll
-    for (int r = 0; r < NR; r++) {
-        top[r] = -INFINITY;
-        ref[r] = 0.0f;
-        shrink[r] = 1.0f;
-        sum[r] = 0.0f;
+        top(0)[tid] = -INFINITY;
+        ref(0)[tid] = sum(0)[tid] = 0.0f;
     }
     exponent = 0;
     if (first)
@@ -64,49 +64,50 @@ __device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_ite
 }
 
 /*
- * One word of each line of this warp's share of the codes: by the time they are needed the lines are in the first-level
- * cache. The caller has to use what it gets, or the loads would be left out.
+ * A word of each sector of a span's codes and entries: by the time they are needed they are in the first-level cache,
+ * which fetches no more than the 32 bytes asked for. The caller has to use what it gets, or the loads would be left
+ * out.
  */
 template <int D, int NR, int NF>
 __device__ __forceinline__ uint32_t span_block<D, NR, NF>::touch(const akv_packed_span *sp, int side)
 {
-    const uint32_t first = warp * SHARES, last = first + SHARES, begin = sp->warp_codes[side][first],
-                   g = sp->warp[side][first];
-    const uint32_t end = last < AKV_PACK_WARPS ? sp->warp_codes[side][last]
-                                               : (uint32_t)((side == 0 ? sp->entries[1] : sp->end) - sp->codes[side]);
-    const uint32_t entries = (sp->warp[side][last] - g) * 32;
+    const uint32_t codes = (uint32_t)((side == 0 ? sp->entries[1] : sp->end) - sp->codes[side]),
+                   entries = (uint32_t)(sp->codes[side] - sp->entries[side]);
+    const uint8_t *from = base + sp->codes[side];
     uint32_t x = 0;
-    if (lane * 128u < end - begin)
-        x = __ldg((const uint32_t *)(base + sp->codes[side] + begin) + lane * 32);
-    if (lane * 128u < entries)
-        x += __ldg((const uint32_t *)(base + sp->entries[side] + g * 32) + lane * 32);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const uint32_t at_byte = (threadIdx.x + i * THREADS) * 32;
+        if (at_byte < codes)
+            x |= __ldg((const uint32_t *)(from + at_byte));
+    }
+    if (threadIdx.x * 32 < entries)
+        x |= __ldg((const uint32_t *)(base + sp->entries[side] + threadIdx.x * 32));
     return x;
 }
 
 /* Queries turned back to the span's first token, as operands (span_keys.cuh says what the columns are). */
 template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, NR, NF>::turn_queries(uint32_t span)
 {
-    const double *inv_freq = (const double *)(base + p->inv_freq);
-    const float2 *turns = (const float2 *)(base + p->span_turns) + (size_t)span * D;
+    const float4 *turns = (const float4 *)(base + p->span_turns) + (size_t)span * (D / 2);
+#pragma unroll 2
     for (int e = threadIdx.x; e < STEPS * NT * 32; e += THREADS) {
-        const int s = e / (NT * 32), t = e / 32 % NT, column = e % 32 / 4, cl = e % 4;
-        float x[2], y[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int slot = s * 16 + 2 * cl + i, plane = s * 8 + 2 * cl + i;
-            const float *q = queries() + (column / 2 + 4 * t) * D;
-            const float2 v = __ldg(turns + plane + (s < NF && column % 2 == 1 ? D / 2 : 0));
-            x[i] = q[slot] * v.x + q[slot + 8] * v.y;
-            y[i] = q[slot + 8] * v.x - q[slot] * v.y;
-            if (s >= NF && column % 2 == 1) { /* the derivative by position */
-                const float w = (float)inv_freq[plane] * 1024.0f, x0 = x[i];
-                x[i] = w * y[i];
-                y[i] = -w * x0;
-            }
-        }
+        const int s = e / 32 % STEPS, t = e / (32 * STEPS), column = e % 32 / 4, cl = e % 4;
+        const float4 turn = __ldg(turns + column % 2 * (D / 4) + s * 4 + cl); /* of two planes */
+        const float *from = queries() + (column / 2 + 4 * t) * D + s * 16 + 2 * cl;
+        const float2 a = *(const float2 *)from, b = *(const float2 *)(from + 8);
         turned()[((t * (STEPS / 2) + s / 2) * 32 + e % 32) * 2 + s % 2] =
-            make_uint2(pack_halves(x[0], x[1]), pack_halves(y[0], y[1]));
+            make_uint2(pack_halves(a.x * turn.x + b.x * turn.y, a.y * turn.z + b.y * turn.w),
+                       pack_halves(b.x * turn.x - a.x * turn.y, b.y * turn.z - a.y * turn.w));
     }
+}
+
+/* Places behind the segment's last token, as far as windows reach: their logits must not count. */
+template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, NR, NF>::hide_beyond(uint32_t count)
+{
+    const uint32_t end = (count + AKV_PACK_WINDOW - 1) / AKV_PACK_WINDOW * AKV_PACK_WINDOW;
+    for (uint32_t e = count * NR + threadIdx.x; e < end * NR; e += THREADS)
+        logits()[e] = -INFINITY;
 }
 
 #endif

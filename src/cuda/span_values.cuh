@@ -21,41 +21,79 @@ static __device__ __forceinline__ float power_of_2(int n)
     return __uint_as_float((uint32_t)((n < -126 ? -126 : n > 127 ? 127 : n) + 127) << 23);
 }
 
-/* Logits to weights, relative to the first span's largest logit until one runs away. */
-template <int D, int NR, int NF>
-__device__ __forceinline__ void span_block<D, NR, NF>::soften(uint32_t count, const int *maxima, bool first)
+/* Sums over the warp of NR numbers a lane: lane l gets that of number l % NR. */
+template <int NR> static __device__ __forceinline__ float row_sums(float x[NR], int lane)
 {
-    float origin[NR], span_sum[NR] = {};
 #pragma unroll
-    for (int r = 0; r < NR; r++) {
-        const float most = unordered(maxima[r]), old = ref[r];
-        top[r] = fmaxf(top[r], most);
-        if (first || most > old + RUN_AWAY)
-            ref[r] = most == -INFINITY ? 0.0f : most;
-        shrink[r] = first || ref[r] == old ? 1.0f : akv_exp2((old - ref[r]) * LOG2E);
-        origin[r] = (float)WEIGHT_SCALE_LOG2 - ref[r] * LOG2E;
-    }
-#pragma unroll 2
-    for (uint32_t t = threadIdx.x; t < count; t += THREADS) {
+    for (int n = NR / 2, o = 1; n >= 1; n /= 2, o *= 2) { /* half of the numbers go to the neighbour */
+        const bool upper = lane & o;
 #pragma unroll
-        for (int i = 0; i < NT; i++) {
-            const float4 l = ((const float4 *)logits())[t * NT + i];
-            ((float4 *)logits())[t * NT + i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f); /* for the next span's residuals */
-            const float x = akv_exp2(l.x * LOG2E + origin[4 * i]), y = akv_exp2(l.y * LOG2E + origin[4 * i + 1]);
-            const float z = akv_exp2(l.z * LOG2E + origin[4 * i + 2]), w = akv_exp2(l.w * LOG2E + origin[4 * i + 3]);
-            ((uint2 *)weights())[t * NT + i] = make_uint2(pack_halves(x, y), pack_halves(z, w));
-            span_sum[4 * i] += x;
-            span_sum[4 * i + 1] += y;
-            span_sum[4 * i + 2] += z;
-            span_sum[4 * i + 3] += w;
+        for (int i = 0; i < n; i++) {
+            const float send = upper ? x[2 * i] : x[2 * i + 1], keep = upper ? x[2 * i + 1] : x[2 * i];
+            x[i] = keep + __shfl_xor_sync(0xffffffffu, send, o);
         }
     }
 #pragma unroll
-    for (int r = 0; r < NR; r++) {
-        span_sum[r] = akv_warp_sum(span_sum[r]);
-        if (lane == 0)
-            warp_sums()[r * WARPS + warp] = span_sum[r];
+    for (int o = NR; o < 32; o *= 2)
+        x[0] += __shfl_xor_sync(0xffffffffu, x[0], o);
+    return x[0];
+}
+
+/* Logits to weights, relative to the first span's largest logit until one runs away. */
+template <int D, int NR, int NF>
+__device__ __forceinline__ void span_block<D, NR, NF>::soften(const akv_packed_span *sp, uint32_t count, uint32_t n,
+                                                              held tokens[MOST_TOKENS])
+{
+    float origin[NR], span_sum[NR] = {};
+    const uint16_t *words = (const uint16_t *)(base + sp->words) + p->span_tokens;
+#pragma unroll
+    for (int i = 0; i < MOST_TOKENS; i++)
+        tokens[i].word = token_at(i) < count ? __ldg(words + place(i)) : 0;
+    const float cap = c.softcap;
+    if (cap > 0.0f) {
+#pragma unroll 1
+        for (uint32_t t = threadIdx.x; t < count * NR; t += THREADS)
+            logits()[t] = akv_cap(logits()[t], cap);
+        __syncthreads();
     }
+#pragma unroll
+    for (int r = 0; r < NR; r++) {
+        const float old = ref(n)[r];
+        float most = unordered(maxima(n)[r]);
+        if (cap > 0.0f && most > -INFINITY) /* a cap keeps the order */
+            most = akv_cap(most, cap);
+        const float now = n > 0 && most <= old + RUN_AWAY ? old : most == -INFINITY ? 0.0f : most;
+        origin[r] = (float)WEIGHT_SCALE_LOG2 - now * LOG2E;
+        if ((int)threadIdx.x == r) {
+            top(n + 1)[r] = fmaxf(top(n)[r], most);
+            ref(n + 1)[r] = now;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < MOST_TOKENS; i++) {
+        const uint32_t t = token_at(i);
+        if (t >= count)
+            continue;
+#pragma unroll
+        for (int j = 0; j < NT; j++) {
+            float4 *at_logits = (float4 *)logits() + t * NT + j;
+            const float4 l = *at_logits;
+            *at_logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f); /* for the next span's residuals */
+            const float x = akv_exp2(l.x * LOG2E + origin[4 * j]), y = akv_exp2(l.y * LOG2E + origin[4 * j + 1]);
+            const float z = akv_exp2(l.z * LOG2E + origin[4 * j + 2]), w = akv_exp2(l.w * LOG2E + origin[4 * j + 3]);
+            const uint2 packed = make_uint2(pack_halves(x, y), pack_halves(z, w));
+            ((uint2 *)weights())[t * NT + j] = packed;
+            tokens[i].weights[2 * j] = packed.x;
+            tokens[i].weights[2 * j + 1] = packed.y;
+            span_sum[4 * j] += x;
+            span_sum[4 * j + 1] += y;
+            span_sum[4 * j + 2] += z;
+            span_sum[4 * j + 3] += w;
+        }
+    }
+    const float total = row_sums<NR>(span_sum, lane);
+    if (lane < NR)
+        warp_sums()[lane * WARPS + warp] = total;
 }
 
 /*
@@ -65,12 +103,13 @@ __device__ __forceinline__ void span_block<D, NR, NF>::soften(uint32_t count, co
  * softmax's sum, but not in the values.
  */
 template <int D, int NR, int NF>
-__device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(const akv_packed_span *sp, uint32_t count,
-                                                                     bool first)
+__device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(uint32_t count, uint32_t n,
+                                                                     const held tokens[MOST_TOKENS])
 {
     const uint32_t k = p->num_anchors;
     constexpr int EACH = NR * WARPS / 32; /* sums that a lane adds, then over the lanes of a row */
-    float part = 0.0f, most = 0.0f;
+    float part = 0.0f, most = 0.0f, shrink[NR];
+    bool rescale = false;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         part += warp_sums()[lane * EACH + i];
@@ -79,19 +118,20 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(const akv_p
         part += __shfl_xor_sync(0xffffffffu, part, o);
 #pragma unroll
     for (int r = 0; r < NR; r++) {
-        sum[r] = sum[r] * shrink[r] + __shfl_sync(0xffffffffu, part, r * (32 / NR));
-        most = fmaxf(most, sum[r]);
+        const float old = ref(n)[r], now = ref(n + 1)[r];
+        shrink[r] = n == 0 || now == old ? 1.0f : akv_exp2((old - now) * LOG2E);
+        const float all = sum(n)[r] * shrink[r] + __shfl_sync(0xffffffffu, part, r * (32 / NR));
+        if ((int)threadIdx.x == r)
+            sum(n + 1)[r] = all;
+        most = fmaxf(most, all);
+        rescale |= shrink[r] != 1.0f;
     }
     /* coefficients are at most 2: sums stay below 2^30 */
     const int room = 28 - log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
     /* with some room, or the sum that grows would mean another unit every few spans */
-    const int change = first || room >= exponent ? 0 : room - UNIT_ROOM - exponent;
-    exponent = first ? room - UNIT_ROOM : exponent + change;
-    bool rescale = change != 0;
-#pragma unroll
-    for (int r = 0; r < NR; r++)
-        rescale |= shrink[r] != 1.0f;
-    if (rescale) { /* the same in every thread, and rare */
+    const int change = n == 0 || room >= exponent ? 0 : room - UNIT_ROOM - exponent;
+    exponent = n == 0 ? room - UNIT_ROOM : exponent + change;
+    if (rescale || change != 0) { /* the same in every thread, and rare */
 #pragma unroll
         for (int r = 0; r < NR; r++) {
             const float by = shrink[r] * power_of_2(change);
@@ -104,25 +144,18 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(const akv_p
         }
         __syncthreads();
     }
-    const uint16_t *words = (const uint16_t *)(base + sp->words) + p->span_tokens;
-    const uint32_t each = p->span_tokens / 32; /* a power of two */
-    const float unit = __uint_as_float((uint32_t)(exponent + 127) << 23);
-#pragma unroll 4
-    for (uint32_t u = warp; u < each; u += WARPS) { /* akv_value_place */
-        const uint32_t t = lane * each + ((u + lane) & (each - 1));
-        if (t >= count)
-            continue;
-        const uint32_t word = __ldg(words + u * 32 + lane);
-        const float factor = coefficients()[word >> 12] * unit;
-        int *bin = hist() + (word & 4095u);
+    const float unit = power_of_2(exponent);
 #pragma unroll
-        for (int i = 0; i < NT; i++) {
-            const uint2 w = ((const uint2 *)weights())[t * NT + i];
-            const float2 a = __half22float2(as_half2(w.x)), b = __half22float2(as_half2(w.y));
-            atomicAdd(bin + (4 * i) * k, __float2int_rn(a.x * factor));
-            atomicAdd(bin + (4 * i + 1) * k, __float2int_rn(a.y * factor));
-            atomicAdd(bin + (4 * i + 2) * k, __float2int_rn(b.x * factor));
-            atomicAdd(bin + (4 * i + 3) * k, __float2int_rn(b.y * factor));
+    for (int i = 0; i < MOST_TOKENS; i++) {
+        if (token_at(i) >= count)
+            continue;
+        const float factor = coefficients()[tokens[i].word >> 12] * unit;
+        int *bin = hist() + (tokens[i].word & 4095u);
+#pragma unroll
+        for (int j = 0; j < NR / 2; j++) {
+            const float2 w = __half22float2(as_half2(tokens[i].weights[j]));
+            atomicAdd(bin + (2 * j) * k, __float2int_rn(w.x * factor));
+            atomicAdd(bin + (2 * j + 1) * k, __float2int_rn(w.y * factor));
         }
     }
 }
@@ -222,56 +255,66 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_pass(const akv_pack
             }
         }
     }
-    /* the level's sums to the warp's slab, in the transform's coordinates */
-    const akv_value_plane *planes = value_planes() + (level.first + (FOUR ? level.tiles : 0) + pass * PASS) * 16 + row;
-    float *mine_slab = slab(warp) + 2 * col;
+    /*
+     * The level's sums to the warp's slab, in the transform's coordinates. Of four rows of queries, two columns of
+     * lanes hold the same as the other two: they take every second tile.
+     */
+    constexpr int TOGETHER = NR == 4 ? 2 : 1;
+    const int mine = NR == 4 ? col / 2 : 0;
+    const akv_value_plane *planes =
+        value_planes() + (level.first + (FOUR ? level.tiles : 0) + pass * PASS + mine) * 16 + row;
+    float *mine_slab = slab(warp) + (NR == 4 ? col & 1 : col) * 2;
     __syncwarp(); /* another level gave these coordinates to other lanes */
-    if (2 * col < NR) {
-        uint32_t to[PASS][2];
+    uint32_t to[PASS / TOGETHER][2];
+    float sums[PASS / TOGETHER][4];
 #pragma unroll
-        for (int i = 0; i < PASS;
-             i++) { /* all loads first: no two rows here share a coordinate but the two bits of one */
-            if (i >= (int)n)
-                break;
-            const akv_value_plane a = planes[i * 16], b = planes[i * 16 + 8];
-            to[i][0] = a.weight != 0.0f ? a.coord * NR : UINT32_MAX; /* filled-up places have none */
-            to[i][1] = b.weight != 0.0f ? b.coord * NR : UINT32_MAX;
-            acc[i][0] = acc[i][0] * a.weight + total[0] * a.offset;
-            acc[i][1] = acc[i][1] * a.weight + total[1] * a.offset;
-            acc[i][2] = acc[i][2] * b.weight + total[0] * b.offset;
-            acc[i][3] = acc[i][3] * b.weight + total[1] * b.offset;
-            if (!FOUR && to[i][0] == to[i][1] && to[i][0] != UINT32_MAX) {
-                acc[i][0] += acc[i][2];
-                acc[i][1] += acc[i][3];
-                to[i][1] = UINT32_MAX;
-            }
+    for (int i = 0; i < PASS / TOGETHER;
+         i++) { /* all loads first: no two rows here share a coordinate but the two bits of one */
+        if (i * TOGETHER >= (int)n)
+            break;
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                if (to[i][h] != UINT32_MAX) {
-                    const float2 old = *(const float2 *)(mine_slab + to[i][h]);
-                    acc[i][2 * h] += old.x;
-                    acc[i][2 * h + 1] += old.y;
-                }
-            }
+        for (int j = 0; j < 4; j++)
+            sums[i][j] = TOGETHER == 2 && mine ? acc[(i * 2 + 1) % PASS][j] : acc[i * TOGETHER][j];
+        const bool there = i * TOGETHER + mine < (int)n;
+        const akv_value_plane *at_plane = planes + (there ? i * TOGETHER * 16 : 0);
+        const akv_value_plane a = at_plane[0], b = at_plane[8];
+        to[i][0] = there && a.weight != 0.0f ? a.coord * NR : UINT32_MAX; /* filled-up places have none */
+        to[i][1] = there && b.weight != 0.0f ? b.coord * NR : UINT32_MAX;
+        sums[i][0] = sums[i][0] * a.weight + total[0] * a.offset;
+        sums[i][1] = sums[i][1] * a.weight + total[1] * a.offset;
+        sums[i][2] = sums[i][2] * b.weight + total[0] * b.offset;
+        sums[i][3] = sums[i][3] * b.weight + total[1] * b.offset;
+        if (!FOUR && to[i][0] == to[i][1] && to[i][0] != UINT32_MAX) {
+            sums[i][0] += sums[i][2];
+            sums[i][1] += sums[i][3];
+            to[i][1] = UINT32_MAX;
         }
 #pragma unroll
-        for (int i = 0; i < PASS; i++) {
-            if (i >= (int)n)
-                break;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (to[i][h] != UINT32_MAX)
-                    *(float2 *)(mine_slab + to[i][h]) = make_float2(acc[i][2 * h], acc[i][2 * h + 1]);
+        for (int h = 0; h < 2; h++) {
+            if (to[i][h] != UINT32_MAX) {
+                const float2 old = *(const float2 *)(mine_slab + to[i][h]);
+                sums[i][2 * h] += old.x;
+                sums[i][2 * h + 1] += old.y;
+            }
         }
+    }
+#pragma unroll
+    for (int i = 0; i < PASS / TOGETHER; i++) {
+        if (i * TOGETHER >= (int)n)
+            break;
+#pragma unroll
+        for (int h = 0; h < 2; h++)
+            if (to[i][h] != UINT32_MAX)
+                *(float2 *)(mine_slab + to[i][h]) = make_float2(sums[i][2 * h], sums[i][2 * h + 1]);
     }
 }
 
 template <int D, int NR, int NF>
 __device__ __forceinline__ void span_block<D, NR, NF>::value_residuals(const akv_packed_span *sp)
 {
-    const uint32_t end = sp->warp[1][(warp + 1) * SHARES];
-    uint32_t g = sp->warp[1][warp * SHARES], l = 0;
-    const uint8_t *code = base + sp->codes[1] + sp->warp_codes[1][warp * SHARES];
+    const uint32_t end = sp->warp[(warp + 1) * SHARES];
+    uint32_t g = sp->warp[warp * SHARES], l = 0;
+    const uint8_t *code = base + sp->codes[1] + sp->warp_codes[warp * SHARES];
 #pragma unroll 1
     while (g < end) {
         while (g >= sp->groups[1][l + 1])
@@ -291,37 +334,153 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_residuals(const akv
 
 /* ----------------------------------------------------------------------------------------------------------- states */
 
-template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, NR, NF>::write_states(uint32_t part)
+/*
+ * Sums over value anchors (or directions): acc [dim x rows] of `count` of them as operands, of which this warp takes
+ * every so manieth sixteen. weight(row, a) is at most about 2^10. As fp16 and, where there are columns for it, what
+ * fp16 left of them: sums of many signs are small beside their parts.
+ */
+template <int D, int NR, int NF>
+template <typename WEIGHT>
+__device__ __forceinline__ void span_block<D, NR, NF>::apply(float acc[STEPS][4], const uint8_t *operands,
+                                                             uint32_t count, const WEIGHT &weight)
 {
-    const uint32_t k = p->num_anchors;
-    float *post = warp_sums(); /* [NR] */
+    const int g = NR == 4 ? row & 3 : row;
+    float bias[4] = {0.0f, 0.0f, 0.0f, 0.0f}; /* a byte under 0x64 is 1024 + 128 + anchor */
 #pragma unroll
-    for (int r = 0; r < NR; r++)
-        if ((int)threadIdx.x == r && r < (int)rows) {
-            const size_t slot = (size_t)part * c.rows + row0 + r;
-            post[r] = top[r] == -INFINITY ? 0.0f : akv_exp2((ref[r] - top[r]) * LOG2E) * (1.0f / WEIGHT_SCALE);
-            c.states.max[slot] = top[r];
-            c.states.sum[slot] = sum[r] * post[r];
+    for (int m = 0; m < STEPS; m++)
+        acc[m][0] = acc[m][1] = acc[m][2] = acc[m][3] = 0.0f;
+#pragma unroll 1
+    for (uint32_t i = warp; i < (count + 15) / 16; i += WARPS) {
+        uint32_t b[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t a = i * 16 + 8 * j + 2 * col;
+            const float x = a < count ? weight(g, a) : 0.0f, y = a + 1 < count ? weight(g, a + 1) : 0.0f;
+            const uint32_t hi = pack_halves(x, y);
+            const float2 back = __half22float2(as_half2(hi));
+            b[j] = NR == 8 || row < 4 ? hi : pack_halves(x - back.x, y - back.y);
         }
+        constexpr uint32_t MINUS_BIAS = 0xe480e480u;
+        mma_f16(bias, MINUS_BIAS, MINUS_BIAS, MINUS_BIAS, MINUS_BIAS, b[0], b[1]);
+        const uint4 *from = (const uint4 *)(operands + (size_t)i * 16 * D) + lane;
+#pragma unroll
+        for (int m = 0; m < STEPS; m += 2) {
+            const uint4 w = __ldg(from + m * 16);
+            mma_f16(acc[m], prmt(w.x, 0x64646464u, 0x4140u), prmt(w.x, 0x64646464u, 0x4342u),
+                    prmt(w.y, 0x64646464u, 0x4140u), prmt(w.y, 0x64646464u, 0x4342u), b[0], b[1]);
+            mma_f16(acc[m + 1], prmt(w.z, 0x64646464u, 0x4140u), prmt(w.z, 0x64646464u, 0x4342u),
+                    prmt(w.w, 0x64646464u, 0x4140u), prmt(w.w, 0x64646464u, 0x4342u), b[0], b[1]);
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < STEPS; m++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            acc[m][j] += bias[j];
+            if (NR == 4)
+                acc[m][j] += __shfl_xor_sync(0xffffffffu, acc[m][j], 2);
+        }
+}
+
+/*
+ * What the item leaves in its slot: histogram times value anchors and sums of residuals times the transform, on the
+ * tensor cores, relative to the largest logit. Weights are brought into the range of fp16 first.
+ */
+template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, NR, NF>::close(uint32_t part, uint32_t n)
+{
+    const uint32_t k = p->num_anchors, cols = p->basis_cols[1], basis_dim = p->basis_dim[1];
+    float *post = warp_sums(); /* [NR]; behind them the largest weights, of anchors and of directions */
+    int *largest = (int *)post + NR;
+    float *z = logits(); /* [NR, D] */
+    const float *scales = (const float *)(base + p->anchor_scales[1]) + (size_t)head * k,
+                *basis_scales = (const float *)(base + p->basis_scales[1]) + (size_t)head * cols,
+                *units = (const float *)(base + p->units[1]) + (size_t)head * D;
+    if (threadIdx.x < NR) {
+        const uint32_t r = threadIdx.x;
+        const float most = top(n)[r],
+                    x = most == -INFINITY ? 0.0f : akv_exp2((ref(n)[r] - most) * LOG2E) * (1.0f / WEIGHT_SCALE);
+        post[r] = x;
+        largest[r] = largest[NR + r] = 0;
+        if (r < rows) {
+            const size_t slot = akv_slot(c, part, head, row0 + r);
+            c.partials.max[slot] = most;
+            c.partials.sum[slot] = sum(n)[r] * x;
+        }
+    }
     __syncthreads();
-    const size_t first = (size_t)part * c.rows + row0;
-    for (uint32_t e = threadIdx.x; e < D * NR; e += THREADS) {
+    for (uint32_t e = threadIdx.x; e < D * NR; e += THREADS) { /* a warp holds all rows of some coordinates */
         const uint32_t r = e % NR, coord = e / NR;
         float total = 0.0f;
 #pragma unroll
         for (int w = 0; w < WARPS; w++)
             total += slab(w)[e];
-        if (r < rows)
-            c.states.sums[(first + r) * D + coord] = total * post[r];
+        total *= post[r];
+        if (coord < cols) {
+            total *= __ldg(basis_scales + coord);
+            atomicMax(largest + NR + r, __float_as_int(fabsf(total)));
+        }
+        z[r * D + coord] = total;
     }
-#pragma unroll 1
-    for (uint32_t r = 0; r < rows; r++) {
-        const float unit = power_of_2(-exponent) * post[r];
-        const int *from = hist() + r * k;
-        float *to = c.states.hist + (first + r) * c.most_anchors;
+    float *weights_of = (float *)hist(); /* in the histogram's place */
+    const float unit = power_of_2(-exponent);
+#pragma unroll
+    for (int r = 0; r < NR; r++) {
+        const float by = unit * post[r];
+        float most = 0.0f;
 #pragma unroll 4
-        for (uint32_t a = threadIdx.x; a < k; a += THREADS)
-            to[a] = (float)from[a] * unit;
+        for (uint32_t a = threadIdx.x; a < k; a += THREADS) {
+            const float x = (float)hist()[r * k + a] * by * __ldg(scales + a);
+            weights_of[r * k + a] = x;
+            most = fmaxf(most, fabsf(x));
+        }
+        most = akv_warp_max(most);
+        if (lane == 0)
+            atomicMax(largest + r, __float_as_int(most));
+    }
+    __syncthreads();
+    /* powers of two that bring the largest near 2^10, and back */
+    const auto size_of = [&](int r, int which) {
+        const float x = __int_as_float(largest[which * NR + r]);
+        return x > 0.0f && x < INFINITY ? 10 - log2_above(x) : 0;
+    };
+    const int g = NR == 4 ? row & 3 : row;
+    float acc[STEPS][4], *mine = slab(warp); /* [D, NR] */
+    const auto leave = [&](int which, bool first) {
+        if (2 * col < NR) {
+            const float back0 = power_of_2(-size_of(2 * col, which)), back1 = power_of_2(-size_of(2 * col + 1, which));
+#pragma unroll
+            for (int m = 0; m < STEPS; m++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint32_t coord = m * 16 + h * 8 + row;
+                    float2 *to = (float2 *)(mine + coord * NR + 2 * col);
+                    const float by = first ? __ldg(units + coord) : 1.0f;
+                    float2 x = make_float2(acc[m][2 * h] * back0 * by, acc[m][2 * h + 1] * back1 * by);
+                    if (!first) {
+                        const float2 old = *to;
+                        x.x += old.x;
+                        x.y += old.y;
+                    }
+                    *to = x;
+                }
+        }
+    };
+    const float by_anchor = power_of_2(size_of(g, 0)), by_column = power_of_2(size_of(g, 1));
+    apply(acc, base + p->anchors[1] + (size_t)head * ((k + 15) / 16 * 16) * D, k,
+          [&](int r, uint32_t a) { return weights_of[r * k + a] * by_anchor; });
+    leave(0, true);
+    apply(acc, base + p->basis[1] + (size_t)head * ((cols + 15) / 16 * 16) * D, cols,
+          [&](int r, uint32_t a) { return z[r * D + a] * by_column; });
+    leave(1, false);
+    __syncthreads();
+    for (uint32_t e = threadIdx.x; e < D * NR; e += THREADS) {
+        const uint32_t coord = e % D, r = e / D;
+        float total = coord >= basis_dim ? z[r * D + cols + coord - basis_dim] : 0.0f; /* coded as it is */
+#pragma unroll
+        for (int w = 0; w < WARPS; w++)
+            total += slab(w)[coord * NR + r];
+        if (r < rows)
+            c.partials.acc[akv_slot(c, part, head, row0 + r) * D + coord] = total;
     }
 }
 

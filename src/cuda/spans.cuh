@@ -5,12 +5,12 @@
  * One block a processor works off a list of items; an item is (run of spans, KV head), for a chunk of at most NR query
  * rows.
  * Per span, with a barrier behind each line:
- *   1. of the span before: histogram of value anchors in whole numbers, value residuals; key residuals, one level a
- * group
+ *   1. of the span before: histogram of value anchors in whole numbers, value residuals; key residuals, pairs of
+ *      groups of one level, to whichever warp is free
  *   2. key anchors: gathered, 16 at a time, turned in registers
  *   3. weights of the whole span at once
- * Queries come prepared (queries.cu); anchors and transforms of values are applied once for all items of a segment
- * (pools.cu).
+ * Queries come prepared (queries.cu); each item applies anchors and transform of the values itself and leaves a partial
+ * state.
  *
  * Operands are fp16, sums fp32; key residuals are exact integers. At 20x the bytes are few, so issue slots and latency
  * decide, not bandwidth: docs/speed.md has the figures, bench/cuda/log.md what was tried.
@@ -32,13 +32,19 @@ __global__ void __launch_bounds__(span_block<D, NR, NF>::THREADS, 1)
     const uint32_t row0 = blockIdx.y * NR, rows = c.rows - row0 < (uint32_t)NR ? c.rows - row0 : (uint32_t)NR;
     const uint32_t first_item = c.first_item[blockIdx.x], end_item = c.first_item[blockIdx.x + 1];
     const int lane = threadIdx.x % 32;
+    __shared__ __align__(16) akv_span_item item;
     for (uint32_t i = first_item; i < end_item; i++) {
-        const akv_span_item item = c.span_items[i];
-        __builtin_assume(__isGlobal(item.packed)); /* loads then need no look at the address's kind */
-        const akv_packed *p = (const akv_packed *)item.packed;
+        if (i > first_item)
+            __syncthreads();
+        if (threadIdx.x < sizeof item / 16)
+            ((uint4 *)&item)[threadIdx.x] = __ldg((const uint4 *)(c.span_items + i) + threadIdx.x);
+        __syncthreads();
+        const akv_packed *p = &item.head_of_packed;
+        const uint8_t *packed = item.packed;
+        __builtin_assume(__isGlobal(packed)); /* loads then need no look at the address's kind */
         block b = {c,
                    p,
-                   item.packed,
+                   packed,
                    memory,
                    block::lay_out(p->num_anchors, p->span_tokens, p->key_tiles, p->value_tiles, p->num_levels),
                    akv_lay_out_queries(D, NR, p->num_levels, p->key_tiles),
@@ -49,42 +55,47 @@ __global__ void __launch_bounds__(span_block<D, NR, NF>::THREADS, 1)
                    lane,
                    lane / 4,
                    lane % 4};
-        if (i > first_item)
-            __syncthreads();
         b.set_up(item, i == first_item);
         await_copies();
         __syncthreads();
-        b.turn_queries(item.first_span);
-        b.key_residuals(b.span_copy(item.first_span));
-        __syncthreads();
-        for (uint32_t n = 0; n < item.num_spans; n++) {
-            const uint32_t span = item.first_span + n, count = b.tokens_of(span);
-            const akv_packed_span *now = b.span_copy(span);
-            const bool more = n + 1 < item.num_spans;
-            if (more) {
-                if (threadIdx.x < sizeof *now / 16)
-                    copy_async((uint8_t *)b.span_copy(span + 1) + threadIdx.x * 16,
-                               (const uint8_t *)(b.spans() + span + 1) + threadIdx.x * 16);
-                b.fetch(now->end, now->end - now->words); /* the next span lies behind this one and is about as large */
+        typename block::held tokens[block::MOST_TOKENS];
+        uint32_t touched = 0;
+        const uint32_t first_span = item.first_span, num_spans = item.num_spans;
+        for (uint32_t n = 0;; n++) {
+            const uint32_t span = first_span + n;
+            if (n > 0) {
+                b.value_anchors(b.tokens_of(span - 1), n - 1, tokens);
+                asm volatile("" ::"r"(touched));
+                b.value_residuals(b.span_copy(span - 1));
             }
-            b.key_anchors(now, count, b.maxima(n));
+            if (n == num_spans)
+                break;
+            const uint32_t count = b.tokens_of(span);
+            const akv_packed_span *now = b.span_copy(span);
+            const bool more = n + 1 < num_spans;
+            b.turn_queries(span);
+            b.hide_beyond(count);
+            b.key_residuals(now);
+            if (more) { /* the next span lies behind this one and is about as large */
+                const uint64_t left = p->total_bytes - now->end, size = now->end - now->words;
+                b.fetch(now->end, left < size ? left : size);
+            }
+            b.key_anchors(now, count, b.maxima(n)); /* begins with a barrier */
+            if (more && threadIdx.x < sizeof *now / 16)
+                copy_async((uint8_t *)b.span_copy(span + 1) + threadIdx.x * 16,
+                           (const uint8_t *)(b.spans() + span + 1) + threadIdx.x * 16);
             await_copies();
             __syncthreads();
-            const uint32_t touched = b.touch(now, AKV_SIDE_V) + (more ? b.touch(b.span_copy(span + 1), AKV_SIDE_K) : 0);
+            touched = b.touch(now, AKV_SIDE_V) + (more ? b.touch(b.span_copy(span + 1), AKV_SIDE_K) : 0);
             if (threadIdx.x < NR)
                 b.maxima(n + 1)[threadIdx.x] = ordered(-INFINITY);
-            b.soften(count, b.maxima(n), n == 0);
-            asm volatile("" ::"r"(touched));
-            __syncthreads();
-            b.value_anchors(now, count, n == 0);
-            b.value_residuals(now);
-            if (more) {
-                b.turn_queries(span + 1);
-                b.key_residuals(b.span_copy(span + 1));
-            }
+            if (threadIdx.x == 32)
+                *b.keys_taken() = 0;
+            b.soften(now, count, n, tokens);
             __syncthreads();
         }
-        b.write_states(item.part);
+        __syncthreads();
+        b.close(item.part, num_spans);
     }
     if (first_item == end_item)
         akv_wait_for_previous(); /* whoever waits for this kernel waits for queries.cu too */

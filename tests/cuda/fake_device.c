@@ -106,7 +106,6 @@ LAUNCHER(akv_cuda_launch_paper)
 LAUNCHER(akv_cuda_launch_queries)
 LAUNCHER(akv_cuda_launch_spans)
 LAUNCHER(akv_cuda_launch_parts)
-LAUNCHER(akv_cuda_launch_pools)
 LAUNCHER(akv_cuda_launch_combine)
 
 static int has(uint32_t dim, uint32_t rows, uint32_t fast_steps)
@@ -157,12 +156,6 @@ cudaError_t akv_cuda_prepare_queries(uint32_t row_chunk, size_t shared_bytes)
 {
     (void)row_chunk;
     return akv_cuda_allow_shared(&fake, shared_bytes);
-}
-
-cudaError_t akv_cuda_prepare_pools(uint32_t most_parts, uint32_t most_anchors, uint32_t dim, uint32_t chunks, uint32_t rows)
-{
-    (void)most_parts, (void)most_anchors, (void)dim, (void)chunks, (void)rows;
-    return called();
 }
 
 cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fast_steps, size_t shared_bytes)

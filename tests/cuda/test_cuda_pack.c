@@ -128,16 +128,18 @@ static uint32_t check_side(const uint8_t *bytes, const akv_packed *p, const ref_
         const uint16_t *entries = AT(uint16_t, span->entries[side]);
         const uint8_t *code = bytes + span->codes[side];
         const uint64_t begin = (uint64_t)s * p->span_tokens;
-        CHECK(span->warp[side][0] == 0 && span->warp[side][AKV_PACK_WARPS] == span->groups[side][L]);
+        CHECK(span->warp[0] == 0 && span->warp[AKV_PACK_WARPS] == span->groups[AKV_SIDE_V][L]);
         for (uint32_t w = 0; w < AKV_PACK_WARPS; w++)
-            CHECK(span->warp[side][w] <= span->warp[side][w + 1]);
+            CHECK(span->warp[w] <= span->warp[w + 1]);
         for (uint32_t l = 0, g = 0; l < L; l++) {
             const uint32_t each = side ? AT(akv_value_level, p->value_levels)[head * L + l].group_bytes
                                        : AT(akv_key_level, p->key_levels)[head * L + l].group_bytes;
+            if (side == AKV_SIDE_K)
+                CHECK(bytes + span->codes[side] + span->key_codes[l] == code);
             for (; g < span->groups[side][l + 1]; g++, entries += 16, code += each) {
-                for (uint32_t w = 0; w < AKV_PACK_WARPS; w++)
-                    if (span->warp[side][w] == g && span->warp[side][w + 1] > g)
-                        CHECK(bytes + span->codes[side] + span->warp_codes[side][w] == code);
+                for (uint32_t w = 0; w < AKV_PACK_WARPS && side == AKV_SIDE_V; w++)
+                    if (span->warp[w] == g && span->warp[w + 1] > g)
+                        CHECK(bytes + span->codes[side] + span->warp_codes[w] == code);
                 for (uint32_t j = 0; j < 16; j++) {
                     residuals += entries[j] >> 4 < p->span_tokens;
                     CHECK(entries[j] >> 4 <= p->span_tokens);
@@ -192,7 +194,9 @@ static void check_anchors(const uint8_t *bytes, const akv_packed *p, const akv_s
         }
         ref_ladder_anchor(view, 1, head, a, want);
         for (uint32_t i = 0; i < p->dim[1]; i++)
-            CHECK_NEAR((double)(bytes[p->anchors[1] + row * D + i] - 128) *
+            CHECK_NEAR((double)(bytes[p->anchors[1] + (uint64_t)head * ((p->num_anchors + 15) / 16 * 16) * D +
+                                      akv_value_operand(D, a, i)] -
+                                128) *
                            (double)AT(float, p->units[1])[head * D + i] * (double)AT(float, p->anchor_scales[1])[row],
                        want[i], 1e-6 * fabs(want[i]), "value anchor %u dim %u", a, i);
     }
