@@ -54,6 +54,9 @@ int cli_interrupted(void); /* the signal's number, or 0 */
 /* The interruption has ended the work; what is left, e.g. writing what was measured, may take its time. A further signal
  * counts as the first one. */
 void cli_interruption_over(void);
+/* From now on the first signal does not end the reading and writing of files: for programs that finish what they have begun. */
+void cli_files_outlast_signal(void);
+int cli_files_interrupted(void); /* cli_interrupted for reading and writing: 0 after cli_files_outlast_signal */
 
 /* ----------------------------------------------------------------------------------------------------------- files */
 

@@ -146,6 +146,18 @@ void cli_interruption_over(void)
     signal_seen = 0;
 }
 
+static atomic_bool files_outlast_signal;
+
+void cli_files_outlast_signal(void)
+{
+    atomic_store(&files_outlast_signal, true);
+}
+
+int cli_files_interrupted(void)
+{
+    return atomic_load(&files_outlast_signal) ? 0 : cli_interrupted();
+}
+
 /* --------------------------------------------------------------------------------------------------- option values */
 
 bool cli_parse_u64(const char *option, const char *text, uint64_t min, uint64_t max, uint64_t *out)

@@ -80,8 +80,8 @@ static int read_all(int fd, const char *name, cli_buffer *text)
         ssize_t got = read(fd, piece, sizeof piece);
         if (got == 0)
             return CLI_OK;
-        if (cli_interrupted())
-            return CLI_SIGNAL + cli_interrupted();
+        if (cli_files_interrupted())
+            return CLI_SIGNAL + cli_files_interrupted();
         if (got < 0) {
             if (errno == EINTR)
                 continue;
@@ -173,8 +173,8 @@ static int read_image(int fd, const char *path, cli_image *image)
     while (at < image->bytes) {
         const size_t left = image->bytes - at, piece = left < (1u << 26) ? left : 1u << 26;
         const ssize_t got = read(fd, (char *)image->data + at, piece);
-        if (cli_interrupted())
-            return CLI_SIGNAL + cli_interrupted();
+        if (cli_files_interrupted())
+            return CLI_SIGNAL + cli_files_interrupted();
         if (got < 0 && errno == EINTR)
             continue;
         if (got < 0)
@@ -319,7 +319,7 @@ akv_status cli_output_write(void *output, const void *data, size_t bytes, akv_di
     cli_output *o = output;
     const char *at = data;
     while (bytes > 0) {
-        if (cli_interrupted())
+        if (cli_files_interrupted())
             return AKV_E_CANCELLED;
         size_t piece = bytes < (1u << 22) ? bytes : 1u << 22;
         ssize_t wrote = write(o->fd, at, piece);
@@ -366,7 +366,7 @@ int cli_output_commit(cli_output *o)
         return code;
     }
     int synced = fsync(o->fd);
-    while (synced != 0 && errno == EINTR && !cli_interrupted())
+    while (synced != 0 && errno == EINTR && !cli_files_interrupted())
         synced = fsync(o->fd);
     if (synced != 0) {
         code = cli_fail(CLI_IO, "cannot write %s: %s; nothing was changed", o->path, strerror(errno));

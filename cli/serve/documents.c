@@ -113,12 +113,20 @@ void serve_documents_stop(serve_documents *s)
         return;
     pthread_mutex_lock(&s->lock);
     s->stop = true;
-    if (s->waiting + (s->current != NULL) > 0)
-        cli_note("%llu documents were not ready and are lost", (unsigned long long)(s->waiting + (s->current != NULL)));
+    serve_document *const current = s->current;
     pthread_cond_broadcast(&s->changed);
+    if (current != NULL)
+        current->references++;
     pthread_mutex_unlock(&s->lock);
-    pthread_join(s->thread, NULL);
+    pthread_join(s->thread, NULL); /* one that is compressed already is still saved */
     s->has_thread = false;
+    pthread_mutex_lock(&s->lock);
+    const uint64_t lost = s->waiting + (current != NULL && current->state == SERVE_FAILED && !current->deleted);
+    if (current != NULL)
+        serve_document_unref(current);
+    pthread_mutex_unlock(&s->lock);
+    if (lost > 0)
+        cli_note("%llu documents were not ready and are lost", (unsigned long long)lost);
 }
 
 void serve_documents_destroy(serve_documents *s)

@@ -289,6 +289,7 @@ static int serve(const serve_options *o)
     int code = start(o, &p);
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (code == CLI_OK) {
+        cli_files_outlast_signal(); /* a document that is compressed already is still saved */
         wait_for_end();
         finish(o, &p);
     }

@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * faulty_io.c - a library for LD_PRELOAD that lets one call to the operating system go wrong, for
- * tests/cli/test_faults.py.
+ * tests/cli/test_faults.py and test_serve.py.
  *
  *   AKV_FAULT_FOLDER  only files below it are counted and touched
  *   AKV_FAULT_CALL    open mkstemps fstat mmap read write fsync rename fchmod close
  *   AKV_FAULT_AT      which of these calls, from 1; 0 = none: only count
  *   AKV_FAULT_HOW     a number: that errno, from then on ("disk full" stays full); "short": half of it, at every call
- *                     from then on; "eintr": EINTR once; "cut": another program halves the file just before the call
+ *                     from then on; "eintr": EINTR once; "cut": another program halves the file just before the call;
+ *                     "slow": two seconds, once
  *   AKV_FAULT_BYTES   for write: the disk holds that many bytes; what does not fit is ENOSPC (AKV_FAULT_AT 0)
  *   AKV_FAULT_COUNTS  file to which the number of each call is added when the program ends: "open 3"
  *
@@ -83,6 +84,11 @@ static int fate(int call, int fd)
     if (strcmp(how, "eintr") == 0) {
         errno = EINTR;
         return now == at ? FAIL : GO_ON;
+    }
+    if (strcmp(how, "slow") == 0) {
+        if (now == at)
+            sleep(2);
+        return GO_ON;
     }
     if (strcmp(how, "cut") == 0) {
         if (now == at)
