@@ -124,9 +124,10 @@ AKV_API akv_status akv_cache_truncate(akv_cache *cache, uint64_t num_tokens, akv
 
 /*
  * akv_cache_retarget() - make the compressed segments of this cache smaller until segments and tail together take at
- * most budget_bytes, all by the same keep ratio (akv_segment_retarget). Other caches keep theirs. Nothing happens when
- * it fits.
- * Returns AKV_OK, AKV_E_INFEASIBLE (nothing is changed then), AKV_E_NO_MEMORY.
+ * most budget_bytes, all by the same keep ratio. Other caches keep theirs. Nothing happens when it fits. What a token is
+ * worth is measured with the layer's kept queries (akv_segment_retarget_observed) if num_queries of them have been
+ * observed, for profile default at the position it was made for; otherwise inferred (akv_segment_retarget).
+ * Returns AKV_OK, AKV_E_INFEASIBLE, AKV_E_NO_MEMORY, AKV_E_NON_FINITE (a query); nothing is changed but by AKV_OK.
  */
 AKV_API akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag *diag);
 

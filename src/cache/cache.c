@@ -17,12 +17,6 @@ void akv_cache_stats_init(akv_cache_stats *stats)
     stats->struct_size = sizeof *stats;
 }
 
-static uint64_t ring_floats(const akv_cache *cache, const akv_layer_state *layer)
-{
-    return (uint64_t)layer->shape.num_kv_heads * layer->shape.gqa_group * cache->config.num_queries *
-           layer->shape.head_dim_k;
-}
-
 static akv_status check_config(const akv_cache_config *c, akv_diag *diag)
 {
     if (c == NULL || c->struct_size < sizeof *c)
@@ -84,7 +78,7 @@ static void free_layer(akv_cache *cache, akv_layer_state *l)
     if (l->shifts != NULL)
         akv_free(a, l->shifts, l->capacity * sizeof *l->shifts);
     if (l->queries != NULL)
-        akv_free(a, l->queries, (size_t)ring_floats(cache, l) * sizeof(float));
+        akv_free(a, l->queries, (size_t)akv_ring_floats(cache, l) * sizeof(float));
     if (l->shape.rope.inv_freq != NULL)
         akv_free(a, (void *)(uintptr_t)l->shape.rope.inv_freq, l->shape.rope.rotary_dim / 2 * sizeof(double));
     akv_tail_release(cache, l->tail);
@@ -131,7 +125,7 @@ akv_status akv_cache_create(const akv_cache_config *config, akv_cache **out, akv
             memcpy(inv_freq, config->layers[i].rope.inv_freq, bytes);
         l->shape.rope.inv_freq = inv_freq;
         if (ok)
-            l->queries = new_zeroed(a, (size_t)ring_floats(cache, l) * sizeof(float));
+            l->queries = new_zeroed(a, (size_t)akv_ring_floats(cache, l) * sizeof(float));
         ok = ok && l->queries != NULL;
     }
     if (!ok) {
@@ -173,7 +167,7 @@ akv_status akv_cache_fork(const akv_cache *cache, akv_cache **out, akv_diag *dia
         to->tail_tokens = from->tail_tokens;
         if (to->tail != NULL)
             atomic_fetch_add_explicit(&to->tail->refs, 1, memory_order_relaxed);
-        memcpy(to->queries, from->queries, (size_t)ring_floats(cache, from) * sizeof(float));
+        memcpy(to->queries, from->queries, (size_t)akv_ring_floats(cache, from) * sizeof(float));
         to->queries_seen = from->queries_seen;
     }
     if (status != AKV_OK) {
@@ -419,7 +413,7 @@ akv_status akv_cache_get_stats(const akv_cache *cache, akv_cache_stats *out, akv
         out->num_segments += l->num_segments;
         out->tail_bytes += used;
         out->reserve_bytes +=
-            (l->tail != NULL ? l->tail->allocated_bytes - used : 0) + ring_floats(cache, l) * sizeof(float);
+            (l->tail != NULL ? l->tail->allocated_bytes - used : 0) + akv_ring_floats(cache, l) * sizeof(float);
         for (uint32_t s = 0; s < l->num_segments; s++) {
             akv_bytes bytes;
             uint64_t *sum = &out->segments.total;

@@ -51,6 +51,13 @@ static inline uint64_t akv_layer_tokens(const akv_layer_state *layer)
     return layer->segment_tokens + layer->tail_tokens;
 }
 
+/* Of the ring of queries. */
+static inline uint64_t akv_ring_floats(const akv_cache *cache, const akv_layer_state *layer)
+{
+    return (uint64_t)layer->shape.num_kv_heads * layer->shape.gqa_group * cache->config.num_queries *
+           layer->shape.head_dim_k;
+}
+
 static inline uint64_t akv_tail_row_bytes(const akv_cache *cache, const akv_layer_state *layer, int side)
 {
     return (uint64_t)(side == AKV_SIDE_K ? layer->shape.head_dim_k : layer->shape.head_dim_v) *

@@ -105,8 +105,7 @@ static akv_status compress_layer(akv_cache *cache, uint32_t i, uint64_t n, akv_c
     const akv_allocator *a = cache->config.codec.allocator;
     akv_layer layer;
     akv_cache_describe_tail(cache, i, 0, n, &layer);
-    const size_t bytes = (size_t)l->shape.num_kv_heads * l->shape.gqa_group * cache->config.num_queries *
-                         l->shape.head_dim_k * sizeof(float);
+    const size_t bytes = (size_t)akv_ring_floats(cache, l) * sizeof(float);
     float *queries = akv_alloc(a, bytes);
     if (queries == NULL)
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of queries", bytes);
@@ -258,6 +257,11 @@ akv_status akv_cache_truncate(akv_cache *cache, uint64_t num_tokens, akv_diag *d
 
 /* ---------------------------------------------------------------------------------------------------------------- retarget */
 
+static uint64_t share_of(const akv_header *h, double keep)
+{
+    return (uint64_t)(keep * (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]));
+}
+
 /* Bytes of all segments if each compressed one had to keep the ratio; false when one cannot. */
 static bool bytes_at(const akv_cache *cache, double keep, uint64_t *total)
 {
@@ -269,16 +273,51 @@ static bool bytes_at(const akv_cache *cache, double keep, uint64_t *total)
             if (h->kind == AKV_SEGMENT_COMPRESSED) {
                 akv_retarget_info info;
                 akv_retarget_info_init(&info);
-                const double dense =
-                    (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
-                if (akv_segment_retarget_plan(cache->layers[i].segments[s], (uint64_t)(keep * dense), &info, NULL) !=
-                    AKV_OK)
+                if (akv_segment_retarget_plan(cache->layers[i].segments[s], share_of(h, keep), &info, NULL) != AKV_OK)
                     return false;
                 bytes = info.bytes.total;
             }
             *total += bytes;
         }
     return true;
+}
+
+/*
+ * The compressed segments of a layer at `keep`, others retained -> small, of which *made are there even on failure. With
+ * the kept queries where that is possible: not for profile paper, nor at another position than a segment was made for.
+ */
+static akv_status shrink_layer(const akv_cache *cache, const akv_layer_state *l, double keep, akv_segment **small,
+                               uint32_t *made, akv_diag *diag)
+{
+    const akv_config *config = &cache->config.codec;
+    const size_t bytes = (size_t)akv_ring_floats(cache, l) * sizeof(float);
+    const uint32_t W = cache->config.num_queries;
+    akv_tensor queries;
+    float *room = NULL;
+    akv_status status = AKV_OK;
+    if (l->num_segments > 0 && l->queries_seen >= W) {
+        if ((room = akv_alloc(config->allocator, bytes)) == NULL)
+            return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of queries", bytes);
+        status = latest_queries(cache, l, room, &queries, diag);
+    }
+    for (uint32_t s = 0; status == AKV_OK && s < l->num_segments; s++) {
+        akv_segment *const from = l->segments[s];
+        const akv_header *h = akv_header_of(from);
+        akv_retarget_info info;
+        akv_retarget_info_init(&info);
+        if (h->kind != AKV_SEGMENT_COMPRESSED) {
+            small[*made] = akv_segment_retain(from);
+        } else if ((status = akv_segment_retarget_plan(from, share_of(h, keep), &info, diag)) == AKV_OK) {
+            const uint64_t budget = info.bytes.total; /* what the sum was made of */
+            if (room != NULL && h->profile == AKV_PROFILE_DEFAULT && l->shifts[s] == 0)
+                status = akv_segment_retarget_observed(from, budget, &queries, W, config, &small[*made], NULL, diag);
+            else
+                status = akv_segment_retarget(from, budget, config, &small[*made], NULL, diag);
+        }
+        *made += status == AKV_OK;
+    }
+    akv_free(config->allocator, room, room != NULL ? bytes : 0);
+    return status;
 }
 
 akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag *diag)
@@ -309,19 +348,8 @@ akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag 
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %u segments", stats.num_segments);
     akv_status status = AKV_OK;
     uint32_t made = 0;
-    for (uint32_t i = 0; i < cache->config.num_layers; i++)
-        for (uint32_t s = 0; status == AKV_OK && s < cache->layers[i].num_segments; s++) {
-            akv_segment *from = cache->layers[i].segments[s];
-            const akv_header *h = akv_header_of(from);
-            const double dense =
-                (double)akv_dense_bytes(h->num_tokens, h->num_kv_heads, h->head_dim[0], h->head_dim[1]);
-            if (h->kind == AKV_SEGMENT_COMPRESSED)
-                status =
-                    akv_segment_retarget(from, (uint64_t)(low * dense), &cache->config.codec, &small[made], NULL, diag);
-            else
-                small[made] = akv_segment_retain(from);
-            made += status == AKV_OK;
-        }
+    for (uint32_t i = 0; status == AKV_OK && i < cache->config.num_layers; i++)
+        status = shrink_layer(cache, &cache->layers[i], low, small, &made, diag);
     uint32_t n = 0;
     for (uint32_t i = 0; status == AKV_OK && i < cache->config.num_layers; i++)
         for (uint32_t s = 0; s < cache->layers[i].num_segments; s++) {

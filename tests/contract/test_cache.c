@@ -347,6 +347,77 @@ static void budget(void)
     akv_cache_destroy(cache);
 }
 
+/* Bytes of a segment made as large as `like`: with the W queries of tokens [first, first + W) of grow(1), or without. */
+static void check_retargeted(akv_segment *from, const akv_segment *like, uint32_t layer, int64_t first, const char *what)
+{
+    float *q = must(malloc(QH * W * D * sizeof *q));
+    for (uint64_t t = 0; t < W && first >= 0; t++) {
+        akv_rng rng = akv_rng_stream(1, layer, (uint64_t)first + t);
+        for (uint32_t h = 0; h < 2 * H + QH; h++)
+            for (uint32_t i = 0; i < D; i++) {
+                const float x = (float)random_gauss(&rng);
+                if (h >= 2 * H)
+                    q[((h - 2 * H) * W + t) * D + i] = x;
+            }
+    }
+    const akv_tensor queries = akv_tensor_contiguous(q, AKV_F32, W, D);
+    akv_segment_info info;
+    akv_segment_info_init(&info);
+    akv_segment *want = NULL;
+    akv_diag diag = {0};
+    CHECK(akv_segment_get_info(like, &info, NULL) == AKV_OK);
+    CHECK_STATUS(first >= 0 ? akv_segment_retarget_observed(from, info.bytes.total, &queries, W, NULL, &want, NULL, &diag)
+                            : akv_segment_retarget(from, info.bytes.total, NULL, &want, NULL, &diag),
+                 AKV_OK, &diag);
+    size_t a, b;
+    const void *x = akv_segment_data(want, &a), *y = akv_segment_data(like, &b);
+    CHECK_MSG(want != from && a == b && memcmp(x, y, a) == 0, "%s, layer %u: another segment", what, layer);
+    akv_segment_release(want);
+    free(q);
+}
+
+/* Smaller by the kept queries; by what levels say where there are none, or the segment stands elsewhere. */
+static void budget_and_queries(void)
+{
+    for (int kind = 0; kind < 3; kind++) { /* queries, none since a cut, another position */
+        akv_cache *cache = cache_new(NULL), *before = NULL;
+        akv_segment *const *now, *const *old;
+        const int64_t *shifts;
+        akv_diag diag = {0};
+        uint32_t n;
+        grow(cache, 700, 1);
+        CHECK(akv_cache_compress_tail(cache, 100, NULL) == AKV_OK);
+        if (kind == 1)
+            CHECK(akv_cache_truncate(cache, 690, NULL) == AKV_OK);
+        if (kind == 2) {
+            akv_cache *moved = cache_new(NULL);
+            grow(moved, 90, 2);
+            CHECK(akv_cache_compress_tail(moved, 0, NULL) == AKV_OK);
+            akv_segment *segments[LAYERS];
+            for (uint32_t l = 0; l < LAYERS; l++) {
+                akv_cache_get_segments(cache, l, &old, &shifts, &n, NULL);
+                segments[l] = old[0];
+            }
+            CHECK_STATUS(akv_cache_append_segments(moved, segments, &diag), AKV_OK, &diag);
+            akv_cache_destroy(cache);
+            cache = moved;
+            grow(cache, W, 1);
+        }
+        CHECK(akv_cache_fork(cache, &before, NULL) == AKV_OK);
+        const akv_cache_stats s = stats_of(cache);
+        CHECK_STATUS(akv_cache_retarget(cache, s.tail_bytes + s.segments.total * 4 / 5, &diag), AKV_OK, &diag);
+        CHECK(stats_of(cache).segments.total <= s.segments.total * 4 / 5);
+        for (uint32_t l = 0; l < LAYERS; l++) {
+            akv_cache_get_segments(before, l, &old, &shifts, &n, NULL);
+            akv_cache_get_segments(cache, l, &now, &shifts, &n, NULL);
+            static const char *const what[] = {"queries", "no queries", "moved"};
+            check_retargeted(old[n - 1], now[n - 1], l, kind == 0 ? 700 - W : -1, what[kind]);
+        }
+        akv_cache_destroy(before);
+        akv_cache_destroy(cache);
+    }
+}
+
 static void refusals(void)
 {
     akv_cache_layer layers[LAYERS];
@@ -550,6 +621,7 @@ int main(int argc, char **argv)
     TEST(forks);
     TEST(truncation);
     TEST(budget);
+    TEST(budget_and_queries);
     TEST(refusals);
     TEST(no_memory);
     TEST(threads);
