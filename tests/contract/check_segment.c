@@ -446,3 +446,41 @@ void check_decode(const char *name, const akv_segment *segment)
         }
     }
 }
+
+double output_error(const ref_layer *l, const akv_segment *segment, uint32_t first)
+{
+    const uint32_t d = l->dim[0], dv = l->dim[1];
+    const uint64_t S = l->tokens;
+    double *k = must(malloc(S * d * sizeof *k)), *v = must(malloc(S * dv * sizeof *v)),
+           *w = must(malloc(S * sizeof *w));
+    double off = 0, all = 0, y[1024], z[1024];
+    for (uint32_t h = 0; h < l->heads; h++) {
+        must(ref_decode(akv_segment_data(segment, NULL), 0, h, k, NULL) &&
+                     ref_decode(akv_segment_data(segment, NULL), 1, h, v, NULL)
+                 ? k
+                 : NULL);
+        ref_layer other = *l;
+        other.keys = k - (size_t)h * S * d; /* only head h is read */
+        for (uint32_t g = 0; g < l->group; g++)
+            for (uint32_t r = first; r < l->window; r += 4) {
+                memset(y, 0, sizeof y);
+                memset(z, 0, sizeof z);
+                ref_attention_row(l, h * l->group + g, r, w, NULL);
+                for (uint64_t p = 0; p < S; p++)
+                    for (uint32_t i = 0; i < dv; i++)
+                        y[i] += w[p] * l->values[(h * S + p) * dv + i];
+                ref_attention_row(&other, h * l->group + g, r, w, NULL);
+                for (uint64_t p = 0; p < S; p++)
+                    for (uint32_t i = 0; i < dv; i++)
+                        z[i] += w[p] * v[p * dv + i];
+                for (uint32_t i = 0; i < dv; i++) {
+                    off += (y[i] - z[i]) * (y[i] - z[i]);
+                    all += y[i] * y[i];
+                }
+            }
+    }
+    free(k);
+    free(v);
+    free(w);
+    return sqrt(off / all);
+}

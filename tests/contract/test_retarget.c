@@ -6,6 +6,7 @@
  */
 #include "akv_test.h"
 #include "cases.h"
+#include "check_segment.h"
 #include "npz.h"
 
 static const spec shapes[] = {
@@ -315,45 +316,6 @@ static void cuts(void)
 
 /* -------------------------------------------------------------------------------------------------- against compressing anew */
 
-/* Relative error of the attention output of the observation queries, over all heads. */
-static double output_error(const ref_layer *l, const akv_segment *segment)
-{
-    const uint32_t d = l->dim[0], dv = l->dim[1];
-    const uint64_t S = l->tokens;
-    double *k = must(malloc(S * d * sizeof *k)), *v = must(malloc(S * dv * sizeof *v)),
-           *w = must(malloc(S * sizeof *w));
-    double off = 0, all = 0, y[1024], z[1024];
-    for (uint32_t h = 0; h < l->heads; h++) {
-        must(ref_decode(akv_segment_data(segment, NULL), 0, h, k, NULL) &&
-                     ref_decode(akv_segment_data(segment, NULL), 1, h, v, NULL)
-                 ? k
-                 : NULL);
-        ref_layer other = *l;
-        other.keys = k - (size_t)h * S * d; /* only head h is read */
-        for (uint32_t g = 0; g < l->group; g++)
-            for (uint32_t r = 0; r < l->window; r += 4) {
-                memset(y, 0, sizeof y);
-                memset(z, 0, sizeof z);
-                ref_attention_row(l, h * l->group + g, r, w, NULL);
-                for (uint64_t p = 0; p < S; p++)
-                    for (uint32_t i = 0; i < dv; i++)
-                        y[i] += w[p] * l->values[(h * S + p) * dv + i];
-                ref_attention_row(&other, h * l->group + g, r, w, NULL);
-                for (uint64_t p = 0; p < S; p++)
-                    for (uint32_t i = 0; i < dv; i++)
-                        z[i] += w[p] * v[p * dv + i];
-                for (uint32_t i = 0; i < dv; i++) {
-                    off += (y[i] - z[i]) * (y[i] - z[i]);
-                    all += y[i] * y[i];
-                }
-            }
-    }
-    free(k);
-    free(v);
-    free(w);
-    return sqrt(off / all);
-}
-
 static void against_anew(void)
 {
     fixture f;
@@ -379,7 +341,7 @@ static void against_anew(void)
             const uint64_t budget = (uint64_t)((double)dense / steps[i].to);
             if (akv_segment_retarget(large, budget, NULL, &small, NULL, &diag) == AKV_OK &&
                 akv_compress(&f.layer, &f.config, &anew, &diag) == AKV_OK) {
-                const double e0 = output_error(&l, large), e1 = output_error(&l, small), e2 = output_error(&l, anew);
+                const double e0 = output_error(&l, large, 0), e1 = output_error(&l, small, 0), e2 = output_error(&l, anew, 0);
                 printf("  profile %d, %llu tokens, %gx -> %gx: output error %.4f -> %.4f retargeted, %.4f anew (%.2f "
                        "times)\n",
                        p, (unsigned long long)l.tokens, steps[i].from, steps[i].to, e0, e1, e2, e1 / e2);
