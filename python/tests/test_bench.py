@@ -427,3 +427,21 @@ def test_claims_share_the_work_and_found_answers_end(tmp_path):
     for bench, name, part in ((one, "1.jsonl", samples[:2]), (two, "2.jsonl", samples), (one, "1.jsonl", samples)):
         runner.answers(bench, runner.Log(str(tmp_path / name), {}), [dense], part, False, str(tmp_path))
     assert one.asked == ["0", "1"] and two.asked == ["2", "3"]
+
+    class Broken(Bench):
+        def answer(self, *args):
+            raise KeyboardInterrupt
+
+    more, third = samples + [({"task": "vt", "ctx": 8, "sample": 9}, samples[0][1])], Bench()
+    with pytest.raises(KeyboardInterrupt):
+        runner.answers(Broken(), runner.Log(str(tmp_path / "2.jsonl"), {}), [dense], more, False, str(tmp_path))
+    runner.answers(third, runner.Log(str(tmp_path / "1.jsonl"), {}), [dense], more, False, str(tmp_path))
+    assert third.asked == []  # the other's, until it goes on
+    runner.answers(third, runner.Log(str(tmp_path / "2.jsonl"), {}), [dense], more, False, str(tmp_path))
+    assert third.asked == ["0"]
+    runner.answers(third, runner.Log(str(tmp_path / "3.jsonl"), {"seed": 2}), [dense], more[:1], False, str(tmp_path))
+    assert third.asked == ["0", "0"]  # another run has claims of its own
+    (tmp_path / "new").mkdir()
+    runner.answers(third, runner.Log(str(tmp_path / "1.jsonl"), {}), [dense], samples, False, str(tmp_path / "new"))
+    runner.answers(third, runner.Log(str(tmp_path / "2.jsonl"), {}), [dense], samples, False, str(tmp_path / "new"))
+    assert third.asked == ["0", "0", "2", "3"]  # made by a log that did not know of the other's

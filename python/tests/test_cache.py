@@ -57,6 +57,17 @@ def test_generate_with_everything_kept_equals_dense(name):
     assert_same(generate(model, ids), dense)  # without our cache the model works as before
 
 
+def test_a_step_outside_of_inference_mode():
+    model, ids = model_of(), prompt(150)
+    cache = AnchorKVCache(model.config, ratio=2)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        model(ids[:, :1], past_key_values=cache)
+    with torch.no_grad():
+        model(ids[:, :2], past_key_values=cache)
+    assert cache.get_seq_length() == 153
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype):
     model, ids = model_of().to(dtype), prompt(150)

@@ -163,6 +163,12 @@ def test_who_compresses(fake, monkeypatch):
     assert run() == (0, {"cpu": 4}, "an old GPU")
     with pytest.raises(ValueError, match="compress_on is 'tpu'; it is one of auto, gpu, cpu"):
         AnchorKVCache(model.config, compress_on="tpu")
+    with pytest.raises(ValueError, match="compress_on='gpu', but the GPU compresses by method 'anchorkv'"):
+        AnchorKVCache(model.config, compress_on="gpu", profile="paper")
+    for options, what in (({"compress_on": "gpu"}, "compress_on='gpu', and the model is on the CPU"),
+                          ({"graphs": True}, "graphs=True makes CUDA graphs, and the model is on the CPU")):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=what):
+            on_cpu(lambda: model(ids, past_key_values=AnchorKVCache(model.config, **options)))  # noqa: B023
 
 
 def test_steps_as_graphs(fake, monkeypatch):

@@ -2,10 +2,11 @@
 """From logs to a Markdown table and one HTML page that needs no network."""
 
 import html
+import json
 import math
 import statistics
 
-from .runner import read
+from .runner import Log, read
 
 
 def mean(x):
@@ -38,12 +39,17 @@ def rows_of(records):
 
 
 def groups_of(paths):
-    """{(benchmark, ctx, protocol): records} over the logs, and their settings."""
-    groups, settings = {}, []
+    """{(benchmark, ctx, protocol): records} over the logs, and their settings. What two logs have counts once."""
+    groups, settings, seen = {}, [], set()
     for path in paths:
         first, *records = read(path)
         settings.append(first["settings"])
+        run = json.dumps(first["settings"], sort_keys=True)
         for r in records:
+            if "task" in r:
+                if (run, Log.key(r)) in seen:
+                    continue
+                seen.add((run, Log.key(r)))
             groups.setdefault((first["settings"]["benchmark"], r["ctx"], r["protocol"]), []).append(r)
     return groups, settings
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs samples through methods; one JSON line per sample and method, so that an interrupted run goes on."""
 
+import hashlib
 import json
 import os
 import sys
@@ -19,10 +20,10 @@ class Log:
     """The JSONL file: first the settings, then records. Records that are there are not made again."""
 
     def __init__(self, path, settings):
-        self.path, self.done = path, set()
+        self.path, self.settings, self.done = path, settings, set()
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         if os.path.exists(path) and os.path.getsize(path):
-            records = read(path)
+            records = read(path, mend=True)
             if records[0] != {"settings": settings}:
                 raise SystemExit(f"{path} was made with {records[0]}, this run has {settings}; give another --out")
             self.done = {self.key(r) for r in records[1:]}
@@ -40,16 +41,17 @@ class Log:
             self.done.add(self.key(record))
 
 
-def read(path):
-    """Records of a log. A last line that was cut off by an interruption is dropped, from the file too."""
+def read(path, mend=False):
+    """Records of a log. A last line that was cut off by an interruption is dropped; mend: from the file too."""
     records = []
-    with open(path, "rb+") as file:
+    with open(path, "rb+" if mend else "rb") as file:
         good = 0
         for line in file:
             try:
                 records.append(json.loads(line))
             except ValueError:
-                file.truncate(good)
+                if mend:
+                    file.truncate(good)
                 break
             good += len(line)
     if not records or "settings" not in records[0]:
@@ -129,25 +131,32 @@ def available(names, shares=None):
     return out
 
 
-def claimed(folder, key):
-    """True for the first process that asks for this record."""
-    name = "_".join(str(k).replace("/", "-") for k in key)
+def claimed(folder, log, key):
+    """True for the first log that asks for this record of a run with its settings, then and later."""
+    run = hashlib.sha256(json.dumps(log.settings, sort_keys=True).encode()).hexdigest()[:12]
+    path = os.path.join(folder, "_".join(str(k).replace("/", "-") for k in (run, *key)))
+    owner = os.path.abspath(log.path)
     try:
-        os.close(os.open(os.path.join(folder, name), os.O_CREAT | os.O_EXCL))
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
     except FileExistsError:
-        return False
+        with open(path, encoding="utf-8") as claim:
+            return claim.read() == owner
+    os.write(file, owner.encode())
+    os.close(file)
     return True
 
 
 def answers(bench, log, methods, samples, aware, claims=None):
     """samples: [(fields, Sample-like: context, question, prefix, new_tokens, score(), answers, chat, settled())];
     claims: a folder that processes with other logs share, so that each record is made by one of them."""
+    for key in log.done if claims else ():
+        claimed(claims, log, key)  # nobody shall make it again, even where the folder is new
     bar = tqdm(total=len(samples) * len(methods), disable=None)
     for fields, sample in samples:
         for method in methods:
             bar.update()
             record = {**fields, "protocol": "aware" if aware else "agnostic", "method": method.name}
-            if log.key(record) in log.done or (claims and not claimed(claims, log.key(record))):
+            if log.key(record) in log.done or (claims and not claimed(claims, log, log.key(record))):
                 continue
             bar.set_description(f"{fields['task']} {method.name}")
             began = time.time()

@@ -20,6 +20,7 @@ from .rope import ropes_of
 
 WHEN = ("forward", "decode", "manual")
 WHERE = ("auto", "gpu", "cpu")
+LARGER = 1.5  # times the bytes in a file: what a short segment takes on a GPU
 
 
 def layer_kinds(config: Any) -> list[str]:
@@ -93,7 +94,7 @@ class AnchorKVCache(Cache):
     method       "anchorkv", or "snapkv": eviction at equal bytes, to compare with
     threads      of the C library; default torch.get_num_threads()
     ratio_of     what the ratio counts. "file": the bytes of the segments as they are saved; "device": as the
-                 kernels of a GPU want them, which is a fifth to two fifths more
+                 kernels of a GPU want them, which is a fifth to a half more, most for short segments
     graphs       on a GPU: a token of a layer is one CUDA graph instead of seven launches, which takes less time of the
                  processor; what attention returns lies in the same memory at every step, so it must not be kept
     compress_on  where a model on a GPU has its cache compressed. "auto": on the GPU, by the CPU what the GPU does not
@@ -135,6 +136,11 @@ class AnchorKVCache(Cache):
             raise ValueError(f"ratio_of is {ratio_of!r}; it is 'file' or 'device'")
         if compress_on not in WHERE:
             raise ValueError(f"compress_on is {compress_on!r}; it is one of {', '.join(WHERE)}")
+        if compress_on == "gpu" and (method != "anchorkv" or profile != "default"):
+            raise ValueError(
+                f"compress_on='gpu', but the GPU compresses by method 'anchorkv' and profile 'default' only, not "
+                f"{method!r} and {profile!r}: 'auto' or 'cpu'"
+            )
         if shares is not None and method != "anchorkv":
             raise ValueError("shares are those of method 'anchorkv'; eviction has none")
         if not 1 <= window <= 1024 or tail_limit < 2 * window:
@@ -149,7 +155,7 @@ class AnchorKVCache(Cache):
                     kv_heads,
                     config.num_attention_heads // kv_heads,
                     head_dim,
-                    keep_ratio=1 / ratio,
+                    keep_ratio=1 / ratio / (1.0 if ratio_of == "file" else LARGER),
                     profile=profile,
                     rotary_dim=ropes[kinds.index("full_attention")].dim,
                     window=window,

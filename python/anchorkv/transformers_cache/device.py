@@ -8,8 +8,10 @@ memory or the segments change. Nothing here falls back to the CPU, and nothing w
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes as C
 import os
+import threading
 from typing import Any
 
 import torch
@@ -88,13 +90,16 @@ def mark(device: torch.device) -> Any:
 
 def after(point: Any, device: torch.device) -> int:
     """A stream for copies that goes on when that point has passed."""
-    if device not in _copying:
-        _copying[device] = torch.cuda.Stream(device)
-    _copying[device].wait_event(point)
-    return int(_copying[device].cuda_stream)
+    with _copying_lock:  # packers may be the first at once
+        if device not in _copying:
+            _copying[device] = torch.cuda.Stream(device)
+        stream = _copying[device]
+    stream.wait_event(point)
+    return int(stream.cuda_stream)
 
 
 _copying: dict[torch.device, Any] = {}
+_copying_lock = threading.Lock()
 _packers: Any = None
 
 
@@ -132,13 +137,17 @@ class Upload:
         self._sent.result()
         return self._handle
 
+    @property
+    def failed(self) -> bool:
+        return self._sent.done() and self._sent.exception() is not None
+
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
             functions().segment_release(self._handle)
 
 
 def upload_of(segment: Segment, device: torch.device) -> Upload:
-    if segment.uploaded is None or segment.uploaded.device != device:
+    if segment.uploaded is None or segment.uploaded.device != device or segment.uploaded.failed:
         segment.uploaded = Upload(segment, device)
     return segment.uploaded
 
@@ -178,6 +187,11 @@ class Compressor:
             return int(cuda.compress(layer, None, config, memory, size.value, stream, out, diag))
 
 
+def kept() -> Any:
+    """For tensors that later steps write to: what is made in inference mode could not be written to outside of it."""
+    return torch.inference_mode(False)
+
+
 class Shared:
     """What the layers of one cache on one device share, since they run one after the other on one stream."""
 
@@ -198,8 +212,9 @@ class Shared:
     def set_length(self, rows: int, n: int) -> None:
         """Enqueued: kernels launched before still read the length before."""
         if self.lengths is None or self.lengths.shape[0] != rows:
-            self.lengths = torch.full((rows,), n, dtype=torch.int32, device=self.device)
-            self.last = torch.full((1,), n - 1, dtype=torch.int64, device=self.device)
+            with kept():
+                self.lengths = torch.full((rows,), n, dtype=torch.int32, device=self.device)
+                self.last = torch.full((1,), n - 1, dtype=torch.int64, device=self.device)
         elif n != self.n:
             self.lengths.fill_(n)
             self.last.fill_(n - 1)
@@ -221,7 +236,8 @@ class Shared:
         if mask is None:
             return
         if self.mask is None or self.mask.shape[0] != rows or self.mask.shape[1] < capacity:
-            self.mask = torch.zeros((rows, capacity), device=self.device)
+            with kept():
+                self.mask = torch.zeros((rows, capacity), device=self.device)
             self.masked = None
         if self.masked is None or self.masked[0] is not mask or self.masked[1] != n:
             self.mask[:, :n] = added(mask[:, 0, 0, -n:])
@@ -340,16 +356,22 @@ class StepGraph:
         self.plan = plan
         query = tensors[0]
         sizes = [x.numel() for x in tensors]
-        self.new = query.new_empty(sum(sizes))
+        with kept():
+            self.new = query.new_empty(sum(sizes))
+            # the same memory at every step: the next layer's work on it comes before the next token
+            self.out = query.new_empty((query.shape[0], 1, query.shape[1], tensors[2].shape[3]))
         q, k, v = (part.view(x.shape) for part, x in zip(self.new.split(sizes), tensors))
-        # the same memory at every step: the next layer's work on it comes before the next token
-        self.out = query.new_empty((query.shape[0], 1, query.shape[1], v.shape[3]))
         shared.append(layer, *tensors[1:])  # nothing may be loaded while a graph is captured
         self.graph, stream = torch.cuda.CUDAGraph(), shared.capturing()
         with torch.cuda.stream(stream):
             self.graph.capture_begin(capture_error_mode="thread_local")  # other threads copy meanwhile
-            shared.append(layer, k, v)
-            plan.attend(q, self.out)
+            try:
+                shared.append(layer, k, v)
+                plan.attend(q, self.out)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # or the thread would go on capturing
+                    self.graph.capture_end()
+                raise
             self.graph.capture_end()
 
     def run(self, tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -417,17 +439,18 @@ class DeviceAttention:
         shared, plan = self.shared, self.plan
         shared.set_length(B, layer.n)
         shared.set_mask(mask, B, layer.n, layer._k.shape[2])
-        kept = None if mask is None else shared.mask
+        seen = None if mask is None else shared.mask
         if (
             plan is None
             or plan.k is not layer._k
             or plan.lengths is not shared.lengths
-            or plan.seen is not kept
+            or plan.seen is not seen
             or plan.dtype is not query.dtype
         ):
-            by_query = None if kept is None else kept[:, None]
+            by_query = None if seen is None else seen[:, None]
+            self.graph = None  # of the plan before, whose memory it holds
             plan = self.plan = Plan(layer, shared, query, layer._k.shape[2], by_query, shared.lengths)
-            plan.seen = kept
+            plan.seen = seen
         if is_current(shared.device):
             plan.attend(query, out)
         else:

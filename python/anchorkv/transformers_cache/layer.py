@@ -102,6 +102,10 @@ class AnchorKVLayer(CacheLayerMixin):
             raise NotImplementedError(
                 "ratio_of='device' counts the bytes on a GPU, and the model is on the CPU: model.cuda()"
             )
+        elif self.settings.compress_on == "gpu":
+            raise NotImplementedError("compress_on='gpu', and the model is on the CPU: model.cuda(), or 'auto'")
+        elif self.settings.graphs:
+            raise NotImplementedError("graphs=True makes CUDA graphs, and the model is on the CPU: model.cuda()")
         self.device = device
 
     @property
@@ -168,7 +172,9 @@ class AnchorKVLayer(CacheLayerMixin):
             if self._k is None or self._k.shape[2] < need or self._shared:
                 capacity = need + max(GROW if self.gpu is None else GROW_GPU, need // 4)
                 for name, new in (("_k", k), ("_v", v)):
-                    old, grown = getattr(self, name), new.new_empty((*new.shape[:2], capacity, new.shape[3]))
+                    old = getattr(self, name)
+                    with cuda.kept():
+                        grown = new.new_empty((*new.shape[:2], capacity, new.shape[3]))
                     if self.n:
                         grown[:, :, : self.n] = old[:, :, : self.n]
                     setattr(self, name, grown)
@@ -253,10 +259,18 @@ class AnchorKVLayer(CacheLayerMixin):
         if self.gpu is None or self.gpu.plan is None or self.module is None or self.module() is not module:
             self._check(module, query, options)  # what it reads is in the plan, where there is one
         self.pending = False
-        if self.deferred and (mask is not None or query.dtype is not key.dtype):
+        if self.deferred and (
+            mask is not None or query.dtype is not key.dtype or self.gpu.plan.dtype is not query.dtype
+        ):
             self._write(self.n - 1, key, value)  # no case for the graph
             self.deferred = False
-        self._observe(query, mask, options.get("position_ids"))
+        try:
+            self._observe(query, mask, options.get("position_ids"))
+        except BaseException:
+            if self.deferred:  # it is counted already
+                self._write(self.n - 1, key, value)
+                self.deferred = False
+            raise
         if self.offset == 0:
             if self.gpu is not None:
                 self.gpu.probe(self, query)
@@ -543,9 +557,10 @@ class AnchorKVLayer(CacheLayerMixin):
                 break
             keep *= 0.99 * goal / taken
         if best is None:
-            raise ValueError(
+            raise AkvError(
+                INFEASIBLE,
                 f"layer {self.index}: no segment was found that takes 1/{1 / goal:.1f} of the dense bytes on the GPU; "
-                "use ratio_of='file', or a smaller ratio"
+                "use ratio_of='file', or a smaller ratio",
             )
         return best
 
