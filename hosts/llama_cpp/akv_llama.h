@@ -438,7 +438,7 @@ void akv_llama_rolling_init(akv_llama_rolling *rolling); /* config as akv_config
  * when the budget would not hold. NULL ends it. Ends with akv_llama_detach.
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_BAD_STATE (nothing attached), AKV_E_INFEASIBLE (the budget is below what
  * the exact tokens take at most beside the document; the message says what is needed. akv_llama_decode returns it when
- * the compressed segments cannot shrink any more), AKV_E_NO_MEMORY.
+ * the compressed segments cannot shrink any more), AKV_E_NO_MEMORY, AKV_E_NON_FINITE (a query asked last).
  */
 akv_status akv_llama_set_rolling(akv_llama *host, const akv_llama_rolling *rolling, akv_diag *diag);
 

@@ -101,8 +101,8 @@ AKV_API akv_status akv_cache_attend(const akv_cache *cache, uint32_t layer, cons
 /*
  * akv_cache_compress_tail() - all tokens of the tail but the last `keep` become one segment a layer, with the latest
  * queries as observation queries. Nothing happens when the tail is not longer than `keep`. All layers or none.
- * Returns AKV_OK, AKV_E_BAD_STATE (fewer than W queries observed since the cache was made, forked or cut; layers of
- * different length) and what akv_compress returns.
+ * Returns AKV_OK, AKV_E_BAD_STATE (fewer than W queries observed since the cache was made or cut; layers of different
+ * length) and what akv_compress returns.
  */
 AKV_API akv_status akv_cache_compress_tail(akv_cache *cache, uint64_t keep, akv_diag *diag);
 

@@ -145,6 +145,7 @@ akv_status akv_observe_again(const akv_segment *segment, const akv_tensor *queri
     if (a.config.profile != AKV_PROFILE_DEFAULT)
         a.config.experiment = NULL;
     a.config.profile = AKV_PROFILE_DEFAULT;
+    a.config.budget_bytes = 1; /* neither this nor keep_ratio is used */
     AKV_TRY(akv_check_config(&a.config, diag));
     const uint64_t rows = (uint64_t)a.h->num_kv_heads * a.h->num_tokens;
     akv_arena arena = {NULL, 0, false};

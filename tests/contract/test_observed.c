@@ -67,6 +67,7 @@ static void check_budgets(const char *name, akv_segment *segment, const akv_tens
         out = again = NULL;
         CHECK_STATUS(akv_segment_retarget_observed(segment, budget, queries, num_queries, NULL, &out, NULL, &diag),
                      AKV_OK, &diag);
+        config.keep_ratio = 0; /* not used */
         CHECK_STATUS(akv_segment_retarget_observed(segment, budget, queries, num_queries, &config, &again, NULL, &diag),
                      AKV_OK, &diag);
         if (out == NULL || again == NULL)
