@@ -9,9 +9,6 @@
 #include "cuda/mma.cuh"
 #include "cuda/packed_paper.h"
 
-#define LOG2E 1.44269504f
-#define WEIGHT_SCALE_LOG2 6 /* weights times 64, as fp16: small ones stay out of its subnormals */
-#define RUN_AWAY 4.0f       /* weights are relative to a logit that follows the maximum when it is this far ahead */
 /* Codes as bits, of which `upper` counts first: lowest + upper * (highest - inner) + lower * (inner - lowest). */
 #define LOWEST (-1.5104f)
 #define UPPER_BIT (0.4528f + 1.5104f)
@@ -157,6 +154,11 @@ template <int D, int NR, int NF> struct paper_block {
     __device__ __forceinline__ small_t *small()
     {
         return (small_t *)(shared + at.small);
+    }
+    /* [NR, WARPS] */
+    __device__ __forceinline__ float *warp_sums()
+    {
+        return small()->warp_sums;
     }
     __device__ __forceinline__ const akv_paper_head *numbers()
     {

@@ -7,56 +7,26 @@
 #define AKV_CUDA_PAPER_VALUES_CUH
 
 #include "cuda/paper_block.cuh"
-
-#define UNIT_ROOM 3
-
-/* Least n with x <= 2^n, for x > 0. */
-static __device__ __forceinline__ int paper_log2_above(float x)
-{
-    return (int)(__float_as_uint(x) >> 23) - 126;
-}
-
-static __device__ __forceinline__ float paper_power_of_2(int n)
-{
-    return __uint_as_float((uint32_t)((n < -126 ? -126 : n > 127 ? 127 : n) + 127) << 23);
-}
-
-/* Sums over the warp of NR numbers a lane: lane l gets that of number l % NR. */
-template <int NR> static __device__ __forceinline__ float paper_row_sums(float x[NR], int lane)
-{
-#pragma unroll
-    for (int n = NR / 2, o = 1; n >= 1; n /= 2, o *= 2) { /* half of the numbers go to the neighbour */
-        const bool upper = lane & o;
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const float send = upper ? x[2 * i] : x[2 * i + 1], keep = upper ? x[2 * i + 1] : x[2 * i];
-            x[i] = keep + __shfl_xor_sync(0xffffffffu, send, o);
-        }
-    }
-#pragma unroll
-    for (int o = NR; o < 32; o *= 2)
-        x[0] += __shfl_xor_sync(0xffffffffu, x[0], o);
-    return x[0];
-}
+#include "cuda/weights.cuh"
 
 /* Logits to weights, relative to the first span's largest logit until one runs away. */
 template <int D, int NR, int NF>
 __device__ __forceinline__ void paper_block<D, NR, NF>::soften(const akv_paper_span *sp, uint32_t count, uint32_t n,
                                                                held tokens[MOST_TOKENS])
 {
-    float origin[NR], span_sum[NR] = {};
+    float origin[NR];
     const uint32_t *words = (const uint32_t *)(base + sp->words) + p->span_tokens;
 #pragma unroll
     for (int i = 0; i < MOST_TOKENS; i++) {
         tokens[i].word = token_at(i) < count ? __ldg(words + place(i)) : 0;
     }
     const float cap = c.softcap;
-    if (cap > 0.0f)
+    if (cap > 0.0f) {
 #pragma unroll 1
-        for (uint32_t t = threadIdx.x; t < count; t += THREADS)
-#pragma unroll 1
-            for (int r = 0; r < NR; r++)
-                logits()[t * NR + r] = akv_cap(logits()[t * NR + r], cap);
+        for (uint32_t t = threadIdx.x; t < count * NR; t += THREADS)
+            logits()[t] = akv_cap(logits()[t], cap);
+        __syncthreads(); /* others weigh them */
+    }
 #pragma unroll
     for (int r = 0; r < NR; r++) { /* a cap keeps the order, so the largest logit is capped here too */
         const float raw = unordered(small()->maxima[n & 1][r]), old = small()->ref[n & 1][r],
@@ -70,31 +40,7 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::soften(const akv_paper_s
             small()->ref[(n + 1) & 1][r] = ref;
         }
     }
-#pragma unroll
-    for (int i = 0; i < MOST_TOKENS; i++) {
-        const uint32_t t = token_at(i);
-        if (t >= count)
-            continue;
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-            float4 *at_logits = (float4 *)logits() + t * NT + j;
-            const float4 l = *at_logits;
-            *at_logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f); /* for the next span's residuals */
-            const float x = akv_exp2(l.x * LOG2E + origin[4 * j]), y = akv_exp2(l.y * LOG2E + origin[4 * j + 1]);
-            const float z = akv_exp2(l.z * LOG2E + origin[4 * j + 2]), w = akv_exp2(l.w * LOG2E + origin[4 * j + 3]);
-            const uint2 packed = make_uint2(pack_halves(x, y), pack_halves(z, w));
-            ((uint2 *)weights())[t * NT + j] = packed;
-            tokens[i].weights[2 * j] = packed.x;
-            tokens[i].weights[2 * j + 1] = packed.y;
-            span_sum[4 * j] += x;
-            span_sum[4 * j + 1] += y;
-            span_sum[4 * j + 2] += z;
-            span_sum[4 * j + 3] += w;
-        }
-    }
-    const float total = paper_row_sums<NR>(span_sum, lane);
-    if (lane < NR)
-        small()->warp_sums[lane * WARPS + warp] = total;
+    weigh_tokens(*this, count, origin, tokens);
 }
 
 /*
@@ -110,7 +56,7 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
     float part = 0.0f, most = 0.0f;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
-        part += small()->warp_sums[lane * EACH + i];
+        part += warp_sums()[lane * EACH + i];
 #pragma unroll
     for (int o = 1; o < 32 / NR; o <<= 1)
         part += __shfl_xor_sync(0xffffffffu, part, o);
@@ -127,14 +73,14 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
         rescale |= shrink[r] != 1.0f;
     }
     /* sums stay below 2^30 */
-    const int room = 29 - numbers()->coeff_log - paper_log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
+    const int room = 29 - numbers()->coeff_log - log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
     /* with some room, or the sum that grows would mean another unit every few spans */
     const int change = n == 0 || room >= exponent ? 0 : room - UNIT_ROOM - exponent;
     exponent = n == 0 ? room - UNIT_ROOM : exponent + change;
     if (rescale || change != 0) { /* the same in every thread, and rare */
 #pragma unroll
         for (int r = 0; r < NR; r++) {
-            const float by = shrink[r] * paper_power_of_2(change);
+            const float by = shrink[r] * power_of_2(change);
 #pragma unroll 1
             for (uint32_t a = threadIdx.x; a < k; a += THREADS)
                 hist()[r * k + a] = __float2int_rn((float)hist()[r * k + a] * by);
@@ -144,7 +90,7 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
         }
         __syncthreads();
     }
-    const float unit = paper_power_of_2(exponent);
+    const float unit = power_of_2(exponent);
 #pragma unroll
     for (int i = 0; i < MOST_TOKENS; i++) {
         if (token_at(i) >= count)
@@ -158,14 +104,6 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_anchors(uint32_t c
             atomicAdd(bin + (2 * j + 1) * k, __float2int_rn(w.y * factor));
         }
     }
-}
-
-/* Two tiles of bits: span_values.cuh says how. */
-static __device__ __forceinline__ void paper_two_tiles(float acc0[4], float acc1[4], uint32_t w, uint32_t b0,
-                                                       uint32_t b1)
-{
-    mma_f16(acc0, w & 0x00010001u, w & 0x00020002u, w & 0x00040004u, w & 0x00080008u, b0, b1);
-    mma_f16(acc1, w & 0x00100010u, w & 0x00200020u, w & 0x00400040u, w & 0x00800080u, b0, b1);
 }
 
 template <int D, int NR, int NF>
@@ -215,11 +153,11 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::value_residuals(const ak
         mma_f16(total, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, 0x3c003c00u, b0, b1);
         b1 =
             as_u32(__hmul2(as_half2(b1), __float2half2_rn(0.25f))); /* the second eight tokens' bits stand two higher */
-        paper_two_tiles(acc[0], acc[1], prmt(word0, 0, 0x4140u), b0, b1);
-        paper_two_tiles(acc[2], acc[3], prmt(word0, 0, 0x4342u), b0, b1);
+        two_value_tiles(acc[0], acc[1], prmt(word0, 0, 0x4140u), b0, b1);
+        two_value_tiles(acc[2], acc[3], prmt(word0, 0, 0x4342u), b0, b1);
         if (both) {
-            paper_two_tiles(acc[4], acc[5], prmt(word1, 0, 0x4140u), b0, b1);
-            paper_two_tiles(acc[6], acc[7], prmt(word1, 0, 0x4342u), b0, b1);
+            two_value_tiles(acc[4], acc[5], prmt(word1, 0, 0x4140u), b0, b1);
+            two_value_tiles(acc[6], acc[7], prmt(word1, 0, 0x4342u), b0, b1);
         }
     }
     if (2 * col < NR) { /* to the warp's slab; a bit is one of a half's lower eight, 2^-24 .. 2^-17 in fp16 */
@@ -305,7 +243,7 @@ __device__ __forceinline__ void paper_block<D, NR, NF>::close(uint32_t slot, uin
 #pragma unroll
         for (int i = 0; i < 4; i++)
             acc[m][i] *= gain_unit / value_unit;
-    const float unit = paper_power_of_2(-exponent) * inverse;
+    const float unit = power_of_2(-exponent) * inverse;
 #pragma unroll 1
     for (uint32_t i = warp; i < k / 16; i += WARPS) {
         const int *from = hist() + g * k + i * 16 + 2 * col;

@@ -9,11 +9,7 @@
 #include "cuda/mma.cuh"
 #include "cuda/packed.h"
 
-#define WEIGHT_SCALE 64.0f /* weights times this, as fp16: small ones stay out of its subnormals */
-#define WEIGHT_SCALE_LOG2 6
-#define RUN_AWAY 4.0f       /* weights are relative to a logit that follows the maximum when it is this far ahead */
 #define ANCHOR_BIAS 1152.0f /* a byte under 0x64 is 1024 + 128 + anchor in fp16 */
-#define LOG2E 1.44269504f
 
 /* Offsets in a block's shared memory, in bytes; the host asks for the total. */
 struct span_layout {

@@ -7,44 +7,14 @@
 #define AKV_CUDA_SPAN_VALUES_CUH
 
 #include "cuda/span_block.cuh"
-
-#define UNIT_ROOM 3
-
-/* Least n with x <= 2^n, for x > 0. */
-static __device__ __forceinline__ int log2_above(float x)
-{
-    return (int)(__float_as_uint(x) >> 23) - 126;
-}
-
-static __device__ __forceinline__ float power_of_2(int n)
-{
-    return __uint_as_float((uint32_t)((n < -126 ? -126 : n > 127 ? 127 : n) + 127) << 23);
-}
-
-/* Sums over the warp of NR numbers a lane: lane l gets that of number l % NR. */
-template <int NR> static __device__ __forceinline__ float row_sums(float x[NR], int lane)
-{
-#pragma unroll
-    for (int n = NR / 2, o = 1; n >= 1; n /= 2, o *= 2) { /* half of the numbers go to the neighbour */
-        const bool upper = lane & o;
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const float send = upper ? x[2 * i] : x[2 * i + 1], keep = upper ? x[2 * i + 1] : x[2 * i];
-            x[i] = keep + __shfl_xor_sync(0xffffffffu, send, o);
-        }
-    }
-#pragma unroll
-    for (int o = NR; o < 32; o *= 2)
-        x[0] += __shfl_xor_sync(0xffffffffu, x[0], o);
-    return x[0];
-}
+#include "cuda/weights.cuh"
 
 /* Logits to weights, relative to the first span's largest logit until one runs away. */
 template <int D, int NR, int NF>
 __device__ __forceinline__ void span_block<D, NR, NF>::soften(const akv_packed_span *sp, uint32_t count, uint32_t n,
                                                               held tokens[MOST_TOKENS])
 {
-    float origin[NR], span_sum[NR] = {};
+    float origin[NR];
     const uint16_t *words = (const uint16_t *)(base + sp->words) + p->span_tokens;
 #pragma unroll
     for (int i = 0; i < MOST_TOKENS; i++)
@@ -54,7 +24,7 @@ __device__ __forceinline__ void span_block<D, NR, NF>::soften(const akv_packed_s
 #pragma unroll 1
         for (uint32_t t = threadIdx.x; t < count * NR; t += THREADS)
             logits()[t] = akv_cap(logits()[t], cap);
-        __syncthreads();
+        __syncthreads(); /* others weigh them */
     }
 #pragma unroll
     for (int r = 0; r < NR; r++) {
@@ -69,31 +39,7 @@ __device__ __forceinline__ void span_block<D, NR, NF>::soften(const akv_packed_s
             ref(n + 1)[r] = now;
         }
     }
-#pragma unroll
-    for (int i = 0; i < MOST_TOKENS; i++) {
-        const uint32_t t = token_at(i);
-        if (t >= count)
-            continue;
-#pragma unroll
-        for (int j = 0; j < NT; j++) {
-            float4 *at_logits = (float4 *)logits() + t * NT + j;
-            const float4 l = *at_logits;
-            *at_logits = make_float4(0.0f, 0.0f, 0.0f, 0.0f); /* for the next span's residuals */
-            const float x = akv_exp2(l.x * LOG2E + origin[4 * j]), y = akv_exp2(l.y * LOG2E + origin[4 * j + 1]);
-            const float z = akv_exp2(l.z * LOG2E + origin[4 * j + 2]), w = akv_exp2(l.w * LOG2E + origin[4 * j + 3]);
-            const uint2 packed = make_uint2(pack_halves(x, y), pack_halves(z, w));
-            ((uint2 *)weights())[t * NT + j] = packed;
-            tokens[i].weights[2 * j] = packed.x;
-            tokens[i].weights[2 * j + 1] = packed.y;
-            span_sum[4 * j] += x;
-            span_sum[4 * j + 1] += y;
-            span_sum[4 * j + 2] += z;
-            span_sum[4 * j + 3] += w;
-        }
-    }
-    const float total = row_sums<NR>(span_sum, lane);
-    if (lane < NR)
-        warp_sums()[lane * WARPS + warp] = total;
+    weigh_tokens(*this, count, origin, tokens);
 }
 
 /*
@@ -161,17 +107,6 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(uint32_t co
 }
 
 /* -------------------------------------------------------------------------------------------------- value residuals */
-
-/*
- * Two tiles of bits from 16 of them: one "and" makes two fp16 numbers of two tokens' bits (packed.h), 2^-24 .. 2^-17 or
- * 0.
- */
-static __device__ __forceinline__ void two_value_tiles(float acc0[4], float acc1[4], uint32_t w, uint32_t b0,
-                                                       uint32_t b1)
-{
-    mma_f16(acc0, w & 0x00010001u, w & 0x00020002u, w & 0x00040004u, w & 0x00080008u, b0, b1);
-    mma_f16(acc1, w & 0x00100010u, w & 0x00200020u, w & 0x00400040u, w & 0x00800080u, b0, b1);
-}
 
 /* One level's groups of a share, at most PASS tiles of them. */
 template <int D, int NR, int NF>
@@ -398,7 +333,7 @@ template <int D, int NR, int NF> __device__ __forceinline__ void span_block<D, N
     if (threadIdx.x < NR) {
         const uint32_t r = threadIdx.x;
         const float most = top(n)[r],
-                    x = most == -INFINITY ? 0.0f : akv_exp2((ref(n)[r] - most) * LOG2E) * (1.0f / WEIGHT_SCALE);
+                    x = most == -INFINITY ? 0.0f : akv_exp2((ref(n)[r] - most) * LOG2E) * (1.0f / (1 << WEIGHT_SCALE_LOG2));
         post[r] = x;
         largest[r] = largest[NR + r] = 0;
         if (r < rows) {
