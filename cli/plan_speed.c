@@ -72,16 +72,20 @@ plan_speed plan_speed_of(const akv_shape *shape, const akv_plan_info *info, akv_
     const uint32_t dim = shape->head_dim_k > shape->head_dim_v ? shape->head_dim_k : shape->head_dim_v;
     const uint64_t rows = (uint64_t)shape->gqa_group * queries;
     const kernel_set here = machine();
-    const kernel_set set = here == NEON || (!gaps && dim <= 512) ? here : here == VNNI && dim <= 512 ? GAPS : SLOW;
+    const kernel_set set = here == NEON ? NEON : dim > 512 ? SLOW : gaps && here == VNNI ? GAPS : here;
     plan_speed speed = {set_names[set], 0, 0, NULL};
     if (info->kind != AKV_SEGMENT_COMPRESSED)
         return speed;
-    if (gaps)
-        speed.why = "positions with gaps take up to three times as long, with one token of twelve or fewer ten times";
+    if (here == NEON)
+        speed.why = "ARM was not measured";
     else if (dim > 512)
         speed.why = "head_dim above 512 has no fast kernels";
-    if (set == NEON && speed.why == NULL)
-        speed.why = "ARM was not measured";
+    else if (gaps && here == VNNI)
+        speed.why = "positions with gaps take up to three times as long, with one token of twelve or fewer ten times";
+    else if (gaps) {
+        speed.why = "positions with gaps were measured on AVX-512 VNNI only";
+        return speed;
+    }
     if (profile != AKV_PROFILE_DEFAULT || shape->num_tokens < 1024) {
         speed.why = profile != AKV_PROFILE_DEFAULT ? "only profile default was measured" : "less than 1024 tokens were not measured";
         return speed;

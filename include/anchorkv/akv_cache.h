@@ -101,15 +101,15 @@ AKV_API akv_status akv_cache_attend(const akv_cache *cache, uint32_t layer, cons
 /*
  * akv_cache_compress_tail() - all tokens of the tail but the last `keep` become one segment a layer, with the latest
  * queries as observation queries. Nothing happens when the tail is not longer than `keep`. All layers or none.
- * Returns AKV_OK, AKV_E_BAD_STATE (fewer than W queries observed since the cache was made or cut; layers of different
- * length) and what akv_compress returns.
+ * Returns AKV_OK, AKV_E_BAD_STATE (fewer than W queries observed since the cache was made or cut or segments were appended;
+ * layers of different length) and what akv_compress returns.
  */
 AKV_API akv_status akv_cache_compress_tail(akv_cache *cache, uint64_t keep, akv_diag *diag);
 
 /*
  * akv_cache_append_segments() - one segment a layer [num_layers], all of the same number of tokens, behind the last
  * token. They are retained, not copied, and may stand in other caches too. A tail that is there becomes dense segments
- * first.
+ * first. Queries observed before are forgotten.
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_MISMATCH (shape or rotation), AKV_E_UNSUPPORTED (gaps between
  * positions, or an eviction), AKV_E_BAD_STATE, AKV_E_NO_MEMORY.
  */
@@ -125,8 +125,9 @@ AKV_API akv_status akv_cache_truncate(akv_cache *cache, uint64_t num_tokens, akv
 /*
  * akv_cache_retarget() - make the compressed segments of this cache smaller until segments and tail together take at
  * most budget_bytes, all by the same keep ratio. Other caches keep theirs. Nothing happens when it fits. What a token is
- * worth is measured with the layer's kept queries (akv_segment_retarget_observed) if num_queries of them have been
- * observed, for profile default at the position it was made for; otherwise inferred (akv_segment_retarget).
+ * worth is measured with the layer's kept queries (akv_segment_retarget_observed, its scratch included) if num_queries
+ * of them have been observed behind the segment, for profile default at the position it was made for; otherwise inferred
+ * (akv_segment_retarget).
  * Returns AKV_OK, AKV_E_INFEASIBLE, AKV_E_NO_MEMORY, AKV_E_NON_FINITE (a query); nothing is changed but by AKV_OK.
  */
 AKV_API akv_status akv_cache_retarget(akv_cache *cache, uint64_t budget_bytes, akv_diag *diag);

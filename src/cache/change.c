@@ -197,6 +197,7 @@ akv_status akv_cache_append_segments(akv_cache *cache, akv_segment *const *segme
         put_tail(cache, l, &changes[i], 0);
         put_segment(l, akv_segment_retain(segments[i]),
                     (int64_t)l->segment_tokens - akv_header_of(segments[i])->first_position);
+        l->queries_seen = 0; /* they are of tokens before it */
     }
     changes_free(cache, changes);
     return status;
@@ -284,7 +285,8 @@ static bool bytes_at(const akv_cache *cache, double keep, uint64_t *total)
 
 /*
  * The compressed segments of a layer at `keep`, others retained -> small, of which *made are there even on failure. With
- * the kept queries where that is possible: not for profile paper, nor at another position than a segment was made for.
+ * the kept queries where that is possible: not for profile paper, nor at another position than a segment was made for,
+ * nor where some of their tokens are the segment's own.
  */
 static akv_status shrink_layer(const akv_cache *cache, const akv_layer_state *l, double keep, akv_segment **small,
                                uint32_t *made, akv_diag *diag)
@@ -294,6 +296,7 @@ static akv_status shrink_layer(const akv_cache *cache, const akv_layer_state *l,
     const uint32_t W = cache->config.num_queries;
     akv_tensor queries;
     float *room = NULL;
+    uint64_t behind = akv_layer_tokens(l); /* tokens behind the segment */
     akv_status status = AKV_OK;
     if (l->num_segments > 0 && l->queries_seen >= W) {
         if ((room = akv_alloc(config->allocator, bytes)) == NULL)
@@ -305,11 +308,12 @@ static akv_status shrink_layer(const akv_cache *cache, const akv_layer_state *l,
         const akv_header *h = akv_header_of(from);
         akv_retarget_info info;
         akv_retarget_info_init(&info);
+        behind -= h->num_tokens;
         if (h->kind != AKV_SEGMENT_COMPRESSED) {
             small[*made] = akv_segment_retain(from);
         } else if ((status = akv_segment_retarget_plan(from, share_of(h, keep), &info, diag)) == AKV_OK) {
             const uint64_t budget = info.bytes.total; /* what the sum was made of */
-            if (room != NULL && h->profile == AKV_PROFILE_DEFAULT && l->shifts[s] == 0)
+            if (room != NULL && h->profile == AKV_PROFILE_DEFAULT && l->shifts[s] == 0 && behind >= W)
                 status = akv_segment_retarget_observed(from, budget, &queries, W, config, &small[*made], NULL, diag);
             else
                 status = akv_segment_retarget(from, budget, config, &small[*made], NULL, diag);

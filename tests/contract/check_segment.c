@@ -3,7 +3,7 @@
 #include "check_segment.h"
 
 #include "akv_test.h"
-#include "cases.h"
+#include "npz.h"
 
 typedef struct ctx {
     const char *name;
@@ -445,6 +445,14 @@ void check_decode(const char *name, const akv_segment *segment)
             free(got[side]);
         }
     }
+}
+
+bool captured_layer(fixture *f, ref_layer *layer)
+{
+    const char *path = getenv("AKV_LAYER");
+    return CHECK_MSG(fixture_from_npz(path != NULL ? path : AKV_TEST_DATA "/layer12_tail.npz", f),
+                     "the captured layer is missing") &&
+           must(ref_layer_load(&f->layer, layer) ? layer : NULL) != NULL;
 }
 
 double output_error(const ref_layer *l, const akv_segment *segment, uint32_t first)

@@ -379,14 +379,14 @@ static void check_retargeted(akv_segment *from, const akv_segment *like, uint32_
 /* Smaller by the kept queries; by what levels say where there are none, or the segment stands elsewhere. */
 static void budget_and_queries(void)
 {
-    for (int kind = 0; kind < 3; kind++) { /* queries, none since a cut, another position */
+    for (int kind = 0; kind < 4; kind++) { /* queries, none since a cut, another position, queries of its own tokens */
         akv_cache *cache = cache_new(NULL), *before = NULL;
         akv_segment *const *now, *const *old;
         const int64_t *shifts;
         akv_diag diag = {0};
         uint32_t n;
         grow(cache, 700, 1);
-        CHECK(akv_cache_compress_tail(cache, 100, NULL) == AKV_OK);
+        CHECK(akv_cache_compress_tail(cache, kind == 3 ? W - 1 : 100, NULL) == AKV_OK);
         if (kind == 1)
             CHECK(akv_cache_truncate(cache, 690, NULL) == AKV_OK);
         if (kind == 2) {
@@ -410,7 +410,7 @@ static void budget_and_queries(void)
         for (uint32_t l = 0; l < LAYERS; l++) {
             akv_cache_get_segments(before, l, &old, &shifts, &n, NULL);
             akv_cache_get_segments(cache, l, &now, &shifts, &n, NULL);
-            static const char *const what[] = {"queries", "no queries", "moved"};
+            static const char *const what[] = {"queries", "no queries", "moved", "its own queries"};
             check_retargeted(old[n - 1], now[n - 1], l, kind == 0 ? 700 - W : -1, what[kind]);
         }
         akv_cache_destroy(before);

@@ -230,14 +230,11 @@ static void refusals(void)
 static void small_steps(void)
 {
     fixture f;
-    const char *path = getenv("AKV_LAYER");
-    if (!CHECK_MSG(fixture_from_npz(path != NULL ? path : AKV_TEST_DATA "/layer12_tail.npz", &f),
-                   "the captured layer is missing"))
-        return;
     ref_layer l;
+    if (!captured_layer(&f, &l))
+        return;
     akv_diag diag = {0};
     akv_segment *once = NULL, *guessed = NULL, *observed = NULL, *anew = NULL, *next = NULL;
-    must(ref_layer_load(&f.layer, &l) ? &l : NULL);
     const double dense = (double)(l.tokens * l.heads * (l.dim[0] + l.dim[1]) * 2);
     const uint32_t W = f.layer.shape.num_queries;
     akv_tensor queries = f.layer.queries; /* rows 0, 2, 4, ... */

@@ -319,13 +319,10 @@ static void cuts(void)
 static void against_anew(void)
 {
     fixture f;
-    const char *path = getenv("AKV_LAYER");
-    if (!CHECK_MSG(fixture_from_npz(path != NULL ? path : AKV_TEST_DATA "/layer12_tail.npz", &f),
-                   "the captured layer is missing"))
-        return;
     ref_layer l;
+    if (!captured_layer(&f, &l))
+        return;
     akv_diag diag = {0};
-    must(ref_layer_load(&f.layer, &l) ? &l : NULL);
     static const struct {
         double from, to;
     } steps[] = {{5, 10}, {8, 12}, {10, 14}, {10, 20}};
