@@ -162,7 +162,8 @@ static uint64_t assign(akv_retarget *r, float *const utility[AKV_SIDES], bool ri
 
 /*
  * Utilities: of what the levels tell, which earlier queries have left, and what the queries of now say. Both in units
- * of the multiplier that gives the bytes of now.
+ * of the multiplier that gives the bytes of now: the smallest, where many do because every token has the top level.
+ * There the levels tell nothing apart, and what is seen counts nearly alone.
  */
 static void mix_seen(akv_retarget *r, uint64_t bytes_now)
 {
