@@ -52,6 +52,10 @@ typedef struct setup {
 #  define ATTEND_TOLERANCE(params, row, plain) fmin((row)->tol_out, PLAIN_FACTOR * (plain) + 4 * REF_U + (row)->whole)
 #  define ATTEND_LOGIT_TOLERANCE(params, row) ((row)->tol_logit)
 #endif
+/* Larger heads than this are refused, by a back end that does not cover all that segments may have. */
+#ifndef ATTEND_MAX_HEAD_DIM
+#  define ATTEND_MAX_HEAD_DIM UINT32_MAX
+#endif
 static double worst_ratio; /* largest error / tolerance seen: how much room the tolerance leaves */
 
 static void fill(const akv_tensor *t, uint64_t heads, uint64_t tokens, uint32_t dim, double size, akv_rng *rng)
@@ -196,6 +200,11 @@ static void run(const attend_case *c)
     const akv_attend_params *p = &s.params;
     uint64_t rows = (uint64_t)c->H * c->G * c->T;
     akv_diag diag = {0};
+    if (c->dk > ATTEND_MAX_HEAD_DIM || c->dv > ATTEND_MAX_HEAD_DIM) {
+        CHECK_STATUS(attend(p, &diag), AKV_E_UNSUPPORTED, &diag);
+        setup_free(&s);
+        return;
+    }
     CHECK_STATUS(attend(p, &diag), AKV_OK, &diag);
     double *want = must(malloc(rows * c->dv * sizeof *want));
     ref_row_result *row = must(malloc(rows * sizeof *row));

@@ -25,6 +25,7 @@ static double tolerance_factor(const akv_attend_params *p)
 #define ATTEND_TOLERANCE(params, row, plain) fmin((row)->tol_out * 1024, tolerance_factor(params) * (PLAIN_FACTOR * (plain) + 4 * REF_U))
 #define ATTEND_LOGIT_TOLERANCE(params, row)                                                                            \
     ((row)->tol_logit * (tolerance_factor(params) > 1 ? LOGIT_SHARE / ref_gamma((params)->head_dim_k) : 1))
+#define ATTEND_MAX_HEAD_DIM AKV_CUDA_MAX_HEAD_DIM
 #define ATTEND_TABLE_ONLY
 #define akv_attend gpu_attend
 #define akv_attend_workspace_bytes gpu_attend_workspace_bytes
