@@ -232,7 +232,7 @@ static int run_document(const bench_model_options *o, size_t number, uint32_t th
     settings.tail_cells = TAIL_CELLS;
     int code = cli_session_open(&session, &settings);
     if (code == CLI_OK)
-        code = cli_session_load(&session, o->documents[number]);
+        code = cli_session_load(&session, o->documents[number], NULL, NULL);
     akv_llama_store_parts_init(&parts);
     if (code == CLI_OK && akv_llama_store_get_parts(session.store, &parts, &diag) != AKV_OK)
         code = cli_fail_diag(diag.status, &diag, NULL);

@@ -199,7 +199,7 @@ static int prepare(cli_session *s, const ask_options *o, prompt *prompts)
 {
     uint64_t longest = 0;
     if (o->from != NULL) {
-        int code = cli_session_load(s, o->from);
+        int code = cli_session_load(s, o->from, NULL, NULL);
         return code == CLI_OK ? render_questions(s, o, prompts, &longest) : code;
     }
     int code = render_questions(s, o, prompts, &longest);

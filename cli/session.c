@@ -238,37 +238,109 @@ static int open_document(const cli_session *s, const char *path, cli_image *imag
     return status == AKV_OK ? CLI_OK : cli_fail_diag(status, &diag, path);
 }
 
-int cli_session_load(cli_session *s, const char *path)
+/* What a session holds of a document: freed, and forgotten. */
+static void drop_document(cli_session *s)
+{
+    akv_llama_store_release(s->store);
+    akv_document_close(s->document);
+    cli_image_free(&s->image);
+    akv_llama_free_tokens(s->tokens);
+    free(s->path);
+    s->store = NULL;
+    s->document = NULL;
+    s->tokens = NULL;
+    s->path = NULL;
+    s->system = NULL;
+    s->num_tokens = 0;
+}
+
+static void move_document(cli_session *to, cli_session *from)
+{
+    to->store = from->store;
+    to->document = from->document;
+    to->image = from->image;
+    to->tokens = from->tokens;
+    to->path = from->path;
+    to->system = from->system;
+    to->num_tokens = from->num_tokens;
+    to->form = from->form;
+    from->store = NULL;
+    from->document = NULL;
+    from->image = (cli_image){NULL, 0};
+    from->tokens = NULL;
+    from->path = NULL;
+    from->system = NULL;
+    from->num_tokens = 0;
+}
+
+/* s->document and s->image are there already. */
+static int attach_document(cli_session *s, const char *path)
 {
     akv_diag diag = {AKV_OK, ""};
     akv_document_parts parts;
-    cli_image image = {NULL, 0};
-    akv_document *document = NULL;
     akv_document_parts_init(&parts);
-    cli_progress_end(&s->progress);
-    int code = open_document(s, path, &image, &document);
-    if (code != CLI_OK) {
-        akv_document_close(document);
-        cli_image_free(&image);
-        return code;
-    }
-    if (s->document != NULL || s->store != NULL)
-        cli_session_unload(s);
-    s->path = path;
-    s->image = image;
-    s->document = document;
-    akv_status status = akv_document_get_parts(document, &parts, &diag);
+    s->path = strdup(path);
+    if (s->path == NULL)
+        return cli_fail(CLI_NO_MEMORY, "no memory for the document's tables");
+    akv_status status = akv_document_get_parts(s->document, &parts, &diag);
     if (status != AKV_OK)
         return fail(s, status, &diag, path);
     s->num_tokens = parts.num_tokens;
     const char *form = akv_document_property_value(s->document, "form", 0);
     s->form = form != NULL && strcmp(form, "raw") == 0 ? AKV_LLAMA_RAW : AKV_LLAMA_CHAT;
     s->system = akv_document_property_value(s->document, "system", 0);
-    code = make_store(s, &parts, path);
+    const int code = make_store(s, &parts, path);
     if (code != CLI_OK)
         return code;
     status = akv_llama_attach(s->host, s->store, &diag);
     return status == AKV_OK ? CLI_OK : fail(s, status, &diag, path);
+}
+
+int cli_session_load(cli_session *s, const char *path, int (*accept)(void *context), void *context)
+{
+    akv_diag diag = {AKV_OK, ""};
+    akv_llama_store *present = NULL; /* the conversation as it is, to go back to */
+    cli_session before;
+    cli_image image = {NULL, 0};
+    akv_document *document = NULL;
+    memset(&before, 0, sizeof before);
+    cli_progress_end(&s->progress);
+    int code = open_document(s, path, &image, &document);
+    if (code == CLI_OK && s->store != NULL) {
+        akv_status status = akv_llama_snapshot(s->host, &present, &diag);
+        if (status != AKV_OK)
+            code = fail(s, status, &diag, NULL);
+    }
+    if (code != CLI_OK) {
+        akv_document_close(document);
+        cli_image_free(&image);
+        return code;
+    }
+    move_document(&before, s);
+    s->image = image;
+    s->document = document;
+    code = attach_document(s, path);
+    if (code == CLI_OK && accept != NULL)
+        code = accept(context);
+    if (code == CLI_OK) {
+        akv_llama_store_release(present);
+        drop_document(&before);
+        return CLI_OK;
+    }
+    akv_llama_detach(s->host, NULL);
+    drop_document(s);
+    move_document(s, &before);
+    if (present == NULL)
+        return code;
+    akv_status status = akv_llama_attach(s->host, present, &diag);
+    if (status == AKV_OK) {
+        akv_llama_store_release(s->store);
+        s->store = present;
+        return code;
+    }
+    akv_llama_store_release(present);
+    drop_document(s);
+    return fail(s, status, &diag, NULL);
 }
 
 int cli_store_write(const akv_llama_store *from, const akv_document_property *properties, uint32_t num_properties, const char *path,
@@ -318,26 +390,19 @@ int cli_store_write(const akv_llama_store *from, const akv_document_property *pr
 void cli_session_unload(cli_session *s)
 {
     akv_llama_detach(s->host, NULL);
-    akv_llama_store_release(s->store);
-    akv_document_close(s->document);
-    cli_image_free(&s->image);
-    akv_llama_free_tokens(s->tokens);
-    s->store = NULL;
-    s->document = NULL;
-    s->tokens = NULL;
-    s->path = NULL;
+    drop_document(s);
 }
 
 void cli_session_close(cli_session *s)
 {
     cli_progress_end(&s->progress);
-    akv_llama_store_release(s->store);
+    akv_llama_store *store = s->store; /* its segments lie in the image: the host lets go of them first */
+    s->store = NULL;
     akv_llama_close(s->host);
+    akv_llama_store_release(store);
+    drop_document(s);
     akv_threads_destroy(s->threads);
     cli_shares_free(&s->shares);
-    akv_document_close(s->document);
-    cli_image_free(&s->image);
-    akv_llama_free_tokens(s->tokens);
     memset(s, 0, sizeof *s);
 }
 

@@ -55,7 +55,7 @@ typedef struct cli_session {
     uint64_t document_bytes; /* of the texts */
     cli_shares shares;       /* of settings->shares; num_layers == 0: none */
     double keep_ratio;       /* asked for, or derived from the budget; 1 when nothing is to be saved */
-    const char *path;        /* of the .akv file, or NULL */
+    char *path;          /* of the .akv file, or NULL */
     cli_image image;     /* of a .akv file; outlives the store, whose segments lie in it */
     akv_document *document;
     akv_llama_prompt form;
@@ -71,10 +71,12 @@ int cli_session_read(cli_session *session, uint64_t room);
 /* Prefill; then compress and free the dense cache unless the method is dense (reserve_cells stay free for decoding). */
 int cli_session_prefill(cli_session *session, uint64_t reserve_cells);
 /*
- * The same end from a .akv file, without prefill. In place of what the session has: a file that cannot be read, is damaged or
- * of another model leaves that as it is, and session->path unchanged.
+ * The same end from a .akv file, without prefill, in place of what the session has. `accept` (or NULL) is
+ * asked, with `context`, once the document is attached: what is not CLI_OK refuses it. When a document cannot be had for
+ * whatever reason, the session is as it was: the conversation attached before is so again (rolling compression has to be
+ * set again). Only when even that fails session->store is NULL.
  */
-int cli_session_load(cli_session *session, const char *path);
+int cli_session_load(cli_session *session, const char *path, int (*accept)(void *context), void *context);
 /* Forget the document and its file; the model stays. */
 void cli_session_unload(cli_session *session);
 void cli_session_close(cli_session *session);

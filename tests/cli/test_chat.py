@@ -83,6 +83,15 @@ def test_document(t, model, folder):
     raw = os.path.join(folder, "raw.akv")
     t.run("pack", "-m", model, "-f", text, "--keep", "0.3", "--raw", "-o", raw, "-t", "1", "-q")
     t.run("chat", "-m", model, "--from", raw, code=2, err="--raw")
+    # what is refused only once it is opened costs the conversation nothing: neither the wrong form nor a document too big for the budget
+    exact = os.path.join(folder, "exact.akv")
+    t.run("pack", "-m", model, "-f", text, "--method", "exact", "-o", exact, "-t", "1", "-q")
+    t.run("chat", "-m", model, *FEW, "--from", exact, "--budget", "16M", stdin=b"Hello\n", code=3, err="is below")
+    talk = ["chat", "-m", model, *FEW, "--budget", "16M"]
+    plain = t.run(*talk, stdin=b"Name a colour.\nAnd another.\n")
+    same = t.run(*talk, stdin=f"Name a colour.\n/load {raw}\n/load {exact}\nAnd another.\n".encode(), err="the conversation is as it was")
+    t.check("--raw" in same.err and "is below" in same.err and same.err.count("as it was") == 2, f"chat /load: {same.err}")
+    t.check(same.out == plain.out, f"chat: after two refused /load it said {same.out!r} instead of {plain.out!r}")
 
 
 def test_refusals(t, model, folder):
