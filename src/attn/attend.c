@@ -31,22 +31,20 @@ typedef struct akv_call {
     atomic_flag *slots; /* one per scratch: taken by a running task */
     akv_scratch *scratch;
     akv_partial *partials;  /* [H, parts] */
-    akv_turn_table *tables; /* [segments] */
-    akv_quad_table_room *rooms; /* [segments] */
-    float *table_floats;
+    akv_tables tables;
 } akv_call;
 
 /* Parts are equal but for whole blocks. */
-static uint64_t part_tokens(uint64_t tokens, uint32_t heads)
+uint64_t akv_part_tokens(uint64_t tokens, uint32_t heads)
 {
     uint64_t parts = akv_div_up(tokens, heads < FEW_HEADS ? PART_TOKENS_FEW_HEADS : PART_TOKENS);
     parts = parts > MOST_PARTS ? MOST_PARTS : parts;
     return akv_round_up(akv_div_up(tokens, parts), AKV_BLOCK_TOKENS);
 }
 
-static size_t parts_of(uint64_t tokens, uint32_t heads)
+size_t akv_parts_of(uint64_t tokens, uint32_t heads)
 {
-    return tokens == 0 ? 0 : (size_t)akv_div_up(tokens, part_tokens(tokens, heads));
+    return tokens == 0 ? 0 : (size_t)akv_div_up(tokens, akv_part_tokens(tokens, heads));
 }
 
 static akv_status check_tensor(const akv_tensor *t, const char *name, akv_diag *diag)
@@ -157,14 +155,14 @@ static void carve(akv_call *c, akv_arena *arena)
     const bool tiles = rows > AKV_TILE_ROWS;
     const uint32_t most_rows = tiles ? AKV_TILE_MOST_ROWS : AKV_ATTEND_ROWS;
     c->chunk_rows = rows < most_rows ? (uint32_t)rows : most_rows;
-    c->num_parts = parts_of(p->tail_tokens, p->num_kv_heads);
+    c->num_parts = akv_parts_of(p->tail_tokens, p->num_kv_heads);
     uint32_t most_anchors = 0, most_planes = 0, most_levels = 0;
     uint64_t table_floats = 0;
     akv_quad_sizes quad = {0};
     quad.dim = (uint32_t)akv_round_up(p->head_dim_k > p->head_dim_v ? p->head_dim_k : p->head_dim_v, 4);
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
-        c->num_parts += parts_of(h->num_tokens, p->num_kv_heads);
+        c->num_parts += akv_parts_of(h->num_tokens, p->num_kv_heads);
         if (h->kind != AKV_SEGMENT_COMPRESSED)
             continue;
         if (akv_quad_fits(p->segments[i])) {
@@ -192,28 +190,30 @@ static void carve(akv_call *c, akv_arena *arena)
     c->slots = AKV_TAKE(arena, atomic_flag, c->num_slots);
     c->scratch = AKV_TAKE(arena, akv_scratch, c->num_slots);
     c->partials = AKV_TAKE(arena, akv_partial, tasks);
-    c->tables = AKV_TAKE(arena, akv_turn_table, p->num_segments);
-    c->table_floats = AKV_TAKE(arena, float, table_floats);
-    c->rooms = AKV_TAKE(arena, akv_quad_table_room, p->num_segments);
+    c->tables.table = AKV_TAKE(arena, akv_turn_table, p->num_segments);
+    c->tables.floats = AKV_TAKE(arena, float, table_floats);
+    c->tables.plain = AKV_TAKE(arena, float *, p->num_segments);
+    c->tables.room = AKV_TAKE(arena, akv_quad_table_room, p->num_segments);
     for (uint32_t i = 0; i < p->num_segments; i++) {
         const akv_header *h = akv_header_of(p->segments[i]);
         if (!akv_quad_fits(p->segments[i]))
             continue;
         const uint64_t PP = akv_quad_shape_of(h->head_dim[0], h->rotary_dim, (akv_rope_style)h->rope_style).padded_planes;
-        const bool own = same_turn(p, i) == i;
         akv_quad_table_room room;
+        room.from = same_turn(p, i);
+        const bool own = room.from == i;
         room.turn16 = AKV_TAKE(arena, int16_t, own ? AKV_QUAD_TILE * 2 * PP : 0);
         room.mean = AKV_TAKE(arena, float, own ? 64 * PP : 0);
         room.moments = AKV_TAKE(arena, float, own ? 6 * PP : 0);
         room.fast = 0;
         room.middle = AKV_TAKE(arena, float, own ? 2 * PP : 0);
         room.step = AKV_TAKE(arena, double, own ? 2 * PP : 0);
-        room.begin = AKV_TAKE(arena, double, has_gaps(h) ? 0 : 2 * PP * parts_of(h->num_tokens, p->num_kv_heads));
+        room.begin = AKV_TAKE(arena, double, has_gaps(h) ? 0 : 2 * PP * akv_parts_of(h->num_tokens, p->num_kv_heads));
         room.turns = AKV_TAKE(arena, double, own && has_gaps(h) ? 32 * PP : 0);
         if (!has_gaps(h))
             room.turns = NULL;
         if (arena->base != NULL)
-            c->rooms[i] = room;
+            c->tables.room[i] = room;
     }
     for (uint32_t i = 0; i < c->num_slots; i++) {
         akv_scratch s;
@@ -252,80 +252,12 @@ static void carve(akv_call *c, akv_arena *arena)
         }
 }
 
-static void make_quad_tables(akv_call *c, uint32_t i)
-{
-    const akv_segment *segment = c->params->segments[i];
-    const akv_header *h = akv_header_of(segment);
-    const double *inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
-    const uint32_t planes = h->rotary_dim / 2, PP = (uint32_t)akv_round_up(planes, AKV_QUAD_LANES), from = same_turn(c->params, i);
-    const uint32_t heads = c->params->num_kv_heads;
-    const size_t parts = has_gaps(h) ? 0 : parts_of(h->num_tokens, heads);
-    double *begin = c->rooms[i].begin;
-    if (from == i)
-        akv_quad_tables(inv_freq, planes, PP, &c->rooms[i]);
-    memset(begin, 0, 2 * (size_t)PP * parts * sizeof *begin);
-    for (size_t part = 0; part < parts; part++) {
-        double *at = begin + 2 * (size_t)PP * part;
-        akv_rope_phase(inv_freq, planes, (int64_t)h->first_position + (int64_t)(part * part_tokens(h->num_tokens, heads)), at, at + PP);
-    }
-    const akv_quad_table_room *room = &c->rooms[from];
-    const akv_turn_table table = {NULL, NULL, room->turn16, room->mean, room->moments, room->middle, room->step, begin, room->turns,
-                                  room->fast};
-    c->tables[i] = table;
-}
-
-/* Offset tables, one per distinct RoPE among the segments (in a model that is one). */
-static void make_tables(akv_call *c)
-{
-    const akv_attend_params *p = c->params;
-    float *at = c->table_floats;
-    for (uint32_t i = 0; i < p->num_segments; i++) {
-        const akv_header *h = akv_header_of(p->segments[i]);
-        akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
-        c->tables[i] = none;
-        uint32_t planes = h->rotary_dim / 2;
-        if (akv_quad_fits(p->segments[i])) {
-            make_quad_tables(c, i);
-            continue;
-        }
-        if (h->kind != AKV_SEGMENT_COMPRESSED || planes == 0)
-            continue;
-        const double *inv_freq = akv_section_of(p->segments[i], AKV_SEC_INV_FREQ);
-        for (uint32_t j = 0; j < i; j++) {
-            const akv_header *other = akv_header_of(p->segments[j]);
-            if (c->tables[j].cos != NULL && other->rotary_dim == h->rotary_dim &&
-                memcmp(akv_section_of(p->segments[j], AKV_SEC_INV_FREQ), inv_freq, planes * sizeof *inv_freq) == 0) {
-                c->tables[i] = c->tables[j];
-                break;
-            }
-        }
-        if (c->tables[i].cos != NULL)
-            continue;
-        float *cosine = at, *sine = at + (size_t)planes * AKV_TURN_SPAN;
-        at += (size_t)planes * AKV_TURN_SPAN * 2;
-        for (uint32_t j = 0; j < planes; j++) {
-            /* Powers of one rotation: 63 complex products in double lose less than 1e-14. */
-            double co, si, x = 1.0, y = 0.0;
-            akv_sincos(inv_freq[j], &si, &co);
-            for (uint32_t o = 0; o < AKV_TURN_SPAN; o++) {
-                cosine[(size_t)o * planes + j] = (float)x;
-                sine[(size_t)o * planes + j] = (float)y;
-                double next = x * co - y * si;
-                y = x * si + y * co;
-                x = next;
-            }
-        }
-        c->tables[i].cos = cosine;
-        c->tables[i].sin = sine;
-    }
-}
-
 static void run_task(void *opaque, size_t index)
 {
     akv_call *c = opaque;
     const akv_attend_params *p = c->params;
     akv_partial *out = &c->partials[index];
-    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0, 0, 0};
+    akv_task task = {p, c->kernels, (uint32_t)(index / c->num_parts), c->row0, c->rows, 0, 0, 0, 0, &c->tables};
     size_t part = index % c->num_parts;
     uint32_t slot = akv_claim_slot(c->slots, c->num_slots);
     akv_scratch *scratch = &c->scratch[slot];
@@ -339,14 +271,14 @@ static void run_task(void *opaque, size_t index)
     uint64_t tokens = p->tail_tokens;
     uint32_t i = 0;
     for (; i < p->num_segments; i++) {
-        size_t parts = parts_of(akv_header_of(p->segments[i])->num_tokens, p->num_kv_heads);
+        size_t parts = akv_parts_of(akv_header_of(p->segments[i])->num_tokens, p->num_kv_heads);
         if (part < parts) {
             tokens = akv_header_of(p->segments[i])->num_tokens;
             break;
         }
         part -= parts;
     }
-    uint64_t size = part_tokens(tokens, p->num_kv_heads);
+    uint64_t size = akv_part_tokens(tokens, p->num_kv_heads);
     task.part = part;
     task.begin = part * size;
     task.end = tokens - task.begin < size ? tokens : task.begin + size;
@@ -366,17 +298,21 @@ static void run_task(void *opaque, size_t index)
     } else if (h->coding == AKV_CODING_LADDER && c->rows > AKV_TILE_LADDER_ROWS) {
         akv_attend_ladder_tiles(&task, segment, scratch, out);
     } else {
+        akv_tables_help(task.tables);
+        if (!akv_quad_fits(segment))
+            akv_tables_wait(task.tables);
+        const akv_turn_table *table = &c->tables.table[i];
         for (uint32_t r = 0; r < c->rows; r += AKV_ATTEND_ROWS) {
             akv_task some = task;
             akv_partial at = {out->max + r, out->sum + r, out->acc + (size_t)r * p->head_dim_v};
             some.row0 += r;
             some.rows = c->rows - r < AKV_ATTEND_ROWS ? c->rows - r : AKV_ATTEND_ROWS;
             if (akv_quad_fits(segment))
-                akv_attend_ladder_quads(&some, segment, &c->tables[i], scratch, &at);
+                akv_attend_ladder_quads(&some, segment, table, scratch, &at);
             else if (h->coding == AKV_CODING_LADDER)
-                akv_attend_ladder(&some, segment, &c->tables[i], scratch, &at);
+                akv_attend_ladder(&some, segment, table, scratch, &at);
             else
-                akv_attend_compressed(&some, segment, &c->tables[i], scratch, &at);
+                akv_attend_compressed(&some, segment, table, scratch, &at);
         }
     }
     akv_return_slot(c->slots, slot);
@@ -453,7 +389,7 @@ akv_status akv_attend(const akv_attend_params *params, void *workspace, size_t w
     call.kernels = akv_kernels_best();
     akv_arena arena = {workspace, 0, false};
     carve(&call, &arena);
-    make_tables(&call);
+    akv_tables_begin(&call.tables, params);
 
     uint64_t rows = (uint64_t)params->gqa_group * params->num_queries;
     for (uint64_t row0 = 0; row0 < rows; row0 += call.chunk_rows) {

@@ -106,6 +106,7 @@ typedef struct akv_turn_table {
 
 /* The same, to be filled. */
 typedef struct akv_quad_table_room {
+    uint32_t from; /* the segment whose tables serve: itself, or an earlier one that turns alike */
     int16_t *turn16;
     float *mean;
     float *moments;
@@ -115,6 +116,22 @@ typedef struct akv_quad_table_room {
     double *turns; /* NULL: not wanted */
     uint32_t fast;
 } akv_quad_table_room;
+
+/*
+ * The tables of a call, in pieces. The tasks make them: a task takes pieces until there are none left, prepares what needs
+ * no tables, and then waits for the pieces that others have taken. So no thread waits for the caller to make tables before
+ * it begins.
+ */
+typedef struct akv_tables {
+    const akv_attend_params *params;
+    akv_turn_table *table;     /* [segments] */
+    akv_quad_table_room *room; /* [segments] */
+    float *floats;             /* cosines and sines of the segments that do not go through kernels/quad.h */
+    float **plain;             /* [segments] where they begin; NULL: no such segment, or an earlier one's serve */
+    uint32_t pieces;
+    atomic_uint next;
+    atomic_uint done;
+} akv_tables;
 
 typedef struct akv_task {
     const akv_attend_params *params;
@@ -126,7 +143,19 @@ typedef struct akv_task {
     uint64_t end;
     int64_t shift;  /* of its segment: queries are turned back by so many positions when they are loaded */
     size_t part;    /* number of the part in its segment */
+    akv_tables *tables;
 } akv_task;
+
+/* Where the tables of every segment will be, and in how many pieces they are made; room and floats are there. */
+void akv_tables_begin(akv_tables *tables, const akv_attend_params *params);
+/* Makes the pieces that nobody has taken. */
+void akv_tables_help(akv_tables *tables);
+/* Until all pieces are made. */
+void akv_tables_wait(akv_tables *tables);
+
+/* A part is about this many tokens (attend.c). */
+uint64_t akv_part_tokens(uint64_t tokens, uint32_t heads);
+size_t akv_parts_of(uint64_t tokens, uint32_t heads);
 
 /* Load the task's query rows into scratch->query as f32. */
 void akv_load_queries(const akv_task *task, akv_scratch *scratch);
@@ -164,7 +193,6 @@ bool akv_quad_fits(const akv_segment *segment);
 void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, const akv_turn_table *table, akv_scratch *scratch,
                              akv_partial *out);
 void akv_quad_take(akv_arena *arena, const akv_quad_sizes *sizes, akv_quad_scratch *scratch);
-void akv_quad_tables(const double *inv_freq, uint32_t planes, uint32_t padded_planes, akv_quad_table_room *room);
 
 /*
  * Queries of the task turned back to the span that `position` lies in, plane order, in scratch->turned; nothing is done

@@ -494,10 +494,11 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         }
         if (row0 == 0)
             fetch_anchors(&c, 1);
-        prepare_anchors(&c, query, mean);
+        prepare_levels(&c, query);
         if (row0 == 0)
             fetch_anchors(&c, 2);
-        prepare_levels(&c, query);
+        akv_tables_wait(task->tables);
+        prepare_anchors(&c, query, mean);
         if (row0 == 0)
             fetch_anchors(&c, 3);
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));

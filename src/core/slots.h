@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * slots.h - scratch for tasks that do not know their worker: as many slots as may run at once, claimed without a lock.
+ * slots.h - scratch for tasks that do not know their worker: as many slots as may run at once, claimed without a lock; and how to wait
+ * a moment.
  */
 #ifndef AKV_SLOTS_H
 #define AKV_SLOTS_H
@@ -10,6 +11,16 @@
 #include <stdatomic.h>
 
 #define AKV_MOST_WORKERS 4096u
+
+/* Between two looks at what another thread will write. */
+static inline void akv_relax(void)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__) && defined(__GNUC__)
+    __asm__ volatile("isb");
+#endif
+}
 
 /* How many slots num_tasks tasks on this executor need. */
 static inline uint32_t akv_num_slots(const akv_executor *executor, uint64_t num_tasks)

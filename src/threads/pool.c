@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* pool.c - a small pthread pool behind the executor hook; started only by akv_threads_create. */
 #include "core/base.h"
+#include "core/slots.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -34,15 +35,6 @@ struct akv_threads {
     atomic_size_t next_task;
 };
 
-static void relax(void)
-{
-#if defined(__x86_64__) && defined(__GNUC__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__) && defined(__GNUC__)
-    __asm__ volatile("isb");
-#endif
-}
-
 static void run_tasks(akv_threads *t, void (*fn)(void *, size_t), void *arg, size_t num_tasks)
 {
     for (;;) {
@@ -75,7 +67,7 @@ static void *helper_main(void *opaque)
             pthread_cond_signal(&t->work_done);
         pthread_mutex_unlock(&t->mutex);
         for (int i = 0; i < HELPER_LOOKS && atomic_load_explicit(&t->generation, memory_order_relaxed) == seen; i++)
-            relax();
+            akv_relax();
         pthread_mutex_lock(&t->mutex);
     }
     pthread_mutex_unlock(&t->mutex);
@@ -108,7 +100,7 @@ static void parallel_for(void *opaque, void (*fn)(void *arg, size_t task), void 
     t->open = false;
     pthread_mutex_unlock(&t->mutex);
     for (int i = 0; i < CALLER_LOOKS && atomic_load_explicit(&t->active, memory_order_relaxed) != 0; i++)
-        relax();
+        akv_relax();
     pthread_mutex_lock(&t->mutex); /* what the helpers wrote comes with it */
     while (atomic_load_explicit(&t->active, memory_order_relaxed) != 0)
         pthread_cond_wait(&t->work_done, &t->mutex);
