@@ -9,6 +9,8 @@
 #  define AKV_ISA(name) name##_avx2
 #  define AKV_ISA_NAME "avx2"
 #  define AKV_LANE_SHIFTS 1
+#  define AKV_OWN_LOOPS 1 /* body_avx2.h */
+#  include <immintrin.h>
 #  include "kernels/body.h"
 #  ifdef __clang__
 #    pragma clang attribute pop

@@ -24,6 +24,7 @@ static void row_f32(const uint16_t *x, akv_dtype dtype, uint32_t n, float *out)
     }
 }
 
+#ifndef AKV_OWN_LOOPS
 static void rows_dot(const float *rows, uint32_t num_rows, const float *x, uint32_t dim, float scale, float *out, size_t out_stride)
 {
     for (uint32_t r = 0; r < num_rows; r++)
@@ -36,8 +37,9 @@ static void rows_axpy(const float *w, size_t w_stride, uint32_t num_rows, const 
         if (w[r * w_stride] != 0.0f)
             axpy(w[r * w_stride], x, rows + (size_t)r * dim, dim);
 }
+#endif
 
-#include "kernels/dense_body.h" /* dense_dots, dense_sums */
+#include "kernels/dense_body.h" /* dense_dots, dense_sums; with AKV_OWN_LOOPS all that is left out here, too */
 
 /* One plane pair a0, a1 turned. */
 #define TURN(a0, a1)                                                                                                   \
@@ -205,6 +207,7 @@ static void unpack_level(const uint8_t *codes, uint32_t g, const uint8_t *widths
     }
 }
 
+#ifndef AKV_OWN_LOOPS
 static void group_dot(const float *rows, uint32_t num_rows, const float *group, uint32_t dim, float *out)
 {
     uint32_t r = 0;
@@ -303,6 +306,7 @@ static float scale_max(float *x, uint32_t n, float scale, float max)
         max = m[l] > max ? m[l] : max;
     return max;
 }
+#endif
 
 const akv_kernels AKV_ISA(akv_kernels) = {
     AKV_ISA_NAME, row_f32,      rows_dot,     rows_axpy, dense_dots, dense_sums, turn_bf16,        anchor_logits, row_i8, centred_logits,

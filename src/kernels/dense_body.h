@@ -3,6 +3,25 @@
  * dense_body.h - attention over rows of 16-bit numbers, four tokens or 64 coordinates and up to four query rows at a time: a part of
  * body.h, which includes it after row_f32, rows_dot and rows_axpy. The bits are those of rows_dot and rows_axpy.
  */
+/*
+ * The vector DENSE_AHEAD further on towards the caches: dense attention waits for memory, and what the hardware fetches ahead ends
+ * at each page.
+ */
+#define DENSE_AHEAD 24
+INLINE void fetch_ahead(const uint16_t *x, int64_t x_stride, uint32_t dim)
+{
+#ifdef __GNUC__
+    const char *at = (const char *)(x + DENSE_AHEAD * x_stride);
+    for (uint32_t i = 0; i < dim * 2; i += 64)
+        __builtin_prefetch(at + i, 0, 3);
+#else
+    (void)x, (void)x_stride, (void)dim;
+#endif
+}
+
+#ifdef AKV_OWN_LOOPS
+#include "kernels/body_avx2.h"
+#else
 INLINE f32x16 load_16_bit(const uint16_t *p, bool is_f16)
 {
     return is_f16 ? load_f16(p) : load_bf16(p);
@@ -21,22 +40,6 @@ INLINE f32x16 load_16_bit(const uint16_t *p, bool is_f16)
 #define FOLD2(a, b)                                                                                                    \
     (__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +                        \
      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31))
-
-/*
- * The vector DENSE_AHEAD further on towards the caches: dense attention waits for memory, and what the hardware fetches ahead ends
- * at each page.
- */
-#define DENSE_AHEAD 24
-INLINE void fetch_ahead(const uint16_t *x, int64_t x_stride, uint32_t dim)
-{
-#ifdef __GNUC__
-    const char *at = (const char *)(x + DENSE_AHEAD * x_stride);
-    for (uint32_t i = 0; i < dim * 2; i += 64)
-        __builtin_prefetch(at + i, 0, 3);
-#else
-    (void)x, (void)x_stride, (void)dim;
-#endif
-}
 
 /* R rows (1 to 4, known when compiling) times four vectors, whole lanes: 4 R sums of 16 lanes, folded together. */
 INLINE void dots_rx4(const int R, const float *rows, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t dim, float *out,
@@ -70,6 +73,34 @@ INLINE void dots_rx4(const int R, const float *rows, const uint16_t *x, int64_t 
         memcpy(out + r * out_stride, sums + 4 * r, 4 * sizeof *out);
 }
 
+/* R rows, 64 coordinates: the rows stay in registers. No weight is 0. ahead: coordinates to fetch. */
+INLINE void sums_rx64(const int R, const float *w, size_t w_stride, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t n, uint32_t dim,
+                      uint32_t ahead, float *rows)
+{
+    f32x16 s[4][4];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++)
+            s[r][v] = load_f32(rows + (size_t)r * dim + v * LANES);
+    for (uint32_t t = 0; t < n; t++) {
+        const uint16_t *at = x + (int64_t)t * x_stride;
+        if (ahead > 0)
+            fetch_ahead(at, x_stride, ahead);
+        const f32x16 x0 = load_16_bit(at, is_f16), x1 = load_16_bit(at + LANES, is_f16);
+        const f32x16 x2 = load_16_bit(at + 2 * LANES, is_f16), x3 = load_16_bit(at + 3 * LANES, is_f16);
+        for (size_t r = 0; r < (size_t)R; r++) {
+            const float weight = w[r * w_stride + t];
+            s[r][0] += weight * x0;
+            s[r][1] += weight * x1;
+            s[r][2] += weight * x2;
+            s[r][3] += weight * x3;
+        }
+    }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < 4; v++)
+            store_f32(rows + (size_t)r * dim + v * LANES, s[r][v]);
+}
+#endif
+
 /* The next num_rows rows, four at most: how many were done. */
 INLINE uint32_t dots_some(const float *rows, uint32_t num_rows, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t dim,
                           float *out, size_t out_stride)
@@ -102,33 +133,6 @@ static void dense_dots(const float *rows, uint32_t num_rows, const uint16_t *x, 
         row_f32(x + (int64_t)t * x_stride, dtype, dim, f32);
         rows_dot(rows, num_rows, f32, dim, 1.0f, out + t, out_stride);
     }
-}
-
-/* R rows, 64 coordinates: the rows stay in registers. No weight is 0. ahead: coordinates to fetch. */
-INLINE void sums_rx64(const int R, const float *w, size_t w_stride, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t n, uint32_t dim,
-                      uint32_t ahead, float *rows)
-{
-    f32x16 s[4][4];
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 4; v++)
-            s[r][v] = load_f32(rows + (size_t)r * dim + v * LANES);
-    for (uint32_t t = 0; t < n; t++) {
-        const uint16_t *at = x + (int64_t)t * x_stride;
-        if (ahead > 0)
-            fetch_ahead(at, x_stride, ahead);
-        const f32x16 x0 = load_16_bit(at, is_f16), x1 = load_16_bit(at + LANES, is_f16);
-        const f32x16 x2 = load_16_bit(at + 2 * LANES, is_f16), x3 = load_16_bit(at + 3 * LANES, is_f16);
-        for (size_t r = 0; r < (size_t)R; r++) {
-            const float weight = w[r * w_stride + t];
-            s[r][0] += weight * x0;
-            s[r][1] += weight * x1;
-            s[r][2] += weight * x2;
-            s[r][3] += weight * x3;
-        }
-    }
-    for (int r = 0; r < R; r++)
-        for (int v = 0; v < 4; v++)
-            store_f32(rows + (size_t)r * dim + v * LANES, s[r][v]);
 }
 
 INLINE void sums_some(const float *w, size_t w_stride, uint32_t num_rows, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t n,
