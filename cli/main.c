@@ -79,7 +79,7 @@ static bool cap_is_known(const char *cap)
 #ifdef __aarch64__
     static const char *const names[] = {"generic", "neon", "neondot"};
 #else
-    static const char *const names[] = {"generic", "avx2", "avx512", "avx512vnni"};
+    static const char *const names[] = {"generic", "avx2", "avxvnni", "avx512", "avx512vnni"};
 #endif
     for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
         if (strcmp(cap, names[i]) == 0)
@@ -103,7 +103,8 @@ int main(int argc, char **argv)
         return cli_fail(CLI_USAGE, "there is no command \"%s\"; `akv help` lists them", name);
     const char *cap = getenv("AKV_CPU");
     if (cap != NULL && !cap_is_known(cap))
-        return cli_fail(CLI_USAGE, "AKV_CPU is \"%s\"; generic, avx2, avx512 and avx512vnni are possible, on ARM generic, neon and neondot", cap);
+        return cli_fail(CLI_USAGE, "AKV_CPU is \"%s\"; generic, avx2, avxvnni, avx512 and avx512vnni are possible, on ARM generic, neon and neondot",
+                        cap);
     cli_signals_install();
     return command->run(argc - 1, argv + 1);
 }

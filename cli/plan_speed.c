@@ -46,8 +46,8 @@ static const measured table[] = {
 static kernel_set machine(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
-    static const char *const names[] = {"generic", "avx2", "avx512"};
-    static const kernel_set sets[] = {PLAIN, AVX2, AVX2};
+    static const char *const names[] = {"generic", "avx2", "avxvnni", "avx512"};
+    static const kernel_set sets[] = {PLAIN, AVX2, AVX2, AVX2};
     const char *cap = getenv("AKV_CPU");
     kernel_set set = PLAIN;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))

@@ -19,6 +19,12 @@ static int has_f16c(void)
     unsigned a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
+
+static int has_avx_vnni(void)
+{
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+}
 #endif
 
 #if defined(__aarch64__) && defined(__ARM_NEON)
@@ -49,7 +55,7 @@ akv_cpu_level akv_cpu_machine(void)
         return AKV_CPU_GENERIC;
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") || !__builtin_cpu_supports("avx512dq") ||
         !__builtin_cpu_supports("avx512vl"))
-        return AKV_CPU_AVX2;
+        return has_avx_vnni() ? AKV_CPU_AVX_VNNI : AKV_CPU_AVX2;
     if (!__builtin_cpu_supports("avx512vbmi") || !__builtin_cpu_supports("avx512vbmi2") || !__builtin_cpu_supports("avx512vnni"))
         return AKV_CPU_AVX512;
     return AKV_CPU_AVX512_VNNI;
@@ -60,12 +66,36 @@ akv_cpu_level akv_cpu_machine(void)
 #endif
 }
 
+/* AVX-VNNI where a level implies it and the machine of a higher one may lack it. Asked once: in a virtual machine that takes microseconds. */
+static bool lacks(akv_cpu_level level)
+{
+#if defined(__x86_64__) && defined(__GNUC__)
+    static atomic_int known = -1;
+    int there = atomic_load_explicit(&known, memory_order_relaxed);
+    if (level != AKV_CPU_AVX_VNNI)
+        return false;
+    if (there < 0) {
+        there = has_avx_vnni();
+        atomic_store_explicit(&known, there, memory_order_relaxed);
+    }
+    return !there;
+#else
+    (void)level;
+    return false;
+#endif
+}
+
+bool akv_cpu_runs(akv_cpu_level level)
+{
+    return level <= akv_cpu_machine() && !lacks(level);
+}
+
 static int capped(void)
 {
 #ifdef __aarch64__
     static const char *const names[] = {"generic", "neon", "neondot"};
 #else
-    static const char *const names[] = {"generic", "avx2", "avx512", "avx512vnni"};
+    static const char *const names[] = {"generic", "avx2", "avxvnni", "avx512", "avx512vnni"};
 #endif
     const int machine = (int)akv_cpu_machine();
     const char *wish = getenv("AKV_CPU");
@@ -86,7 +116,7 @@ akv_cpu_level akv_cpu(void)
     return (akv_cpu_level)level;
 }
 
-#define TAKE(table, level) best = cpu >= level ? &table : best;
+#define TAKE(table, level) best = cpu >= level && !lacks(level) ? &table : best;
 
 const akv_kernels *akv_kernels_best(void)
 {

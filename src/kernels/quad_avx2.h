@@ -38,6 +38,17 @@ INLINE __m256i both128(const void *p)
     return _mm256_broadcastsi128_si256(load128(p));
 }
 
+/* acc += x. As assembly, or gcc 12 makes the products of a loop first and adds them later, from memory. */
+INLINE void add_dwords(__m256i *acc, __m256i x)
+{
+    __asm__("vpaddd %1, %0, %0" : "+x"(*acc) : "x"(x));
+}
+
+INLINE void add_words(__m256i *acc, __m256i x)
+{
+    __asm__("vpaddw %1, %0, %0" : "+x"(*acc) : "x"(x));
+}
+
 /*
  * acc += sums of the products of two words a lane. As assembly because gcc 12 copies accumulators of the intrinsic in
  * every turn of a loop.
@@ -45,9 +56,9 @@ INLINE __m256i both128(const void *p)
 INLINE void dot_words(__m256i *acc, __m256i a, __m256i b)
 {
 #ifdef AKV_QUAD_VNNI
-    __asm__("{vex} vpdpwssd %2, %1, %0" : "+x"(*acc) : "x"(a), "xm"(b));
+    __asm__("%{vex%} vpdpwssd %2, %1, %0" : "+x"(*acc) : "x"(a), "xm"(b));
 #else
-    *acc = _mm256_add_epi32(*acc, _mm256_madd_epi16(a, b));
+    add_dwords(acc, _mm256_madd_epi16(a, b));
 #endif
 }
 
@@ -55,7 +66,7 @@ INLINE void dot_words(__m256i *acc, __m256i a, __m256i b)
 /* acc += sums of the products of four unsigned and four signed bytes a lane. */
 INLINE void dot_bytes(__m256i *acc, __m256i u, __m256i s)
 {
-    __asm__("{vex} vpdpbusd %2, %1, %0" : "+x"(*acc) : "x"(u), "xm"(s));
+    __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(*acc) : "x"(u), "xm"(s));
 }
 #endif
 

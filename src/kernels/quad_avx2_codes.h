@@ -39,6 +39,7 @@ INLINE void key_steps(const uint8_t *codes, int w, bool one, __m256i out[2])
     out[1] = _mm256_shuffle_epi8(both128(raised2[1]), half_byte);
 }
 
+#ifndef AKV_QUAD_VNNI
 /*
  * Two coordinates of one bit from four bytes of codes: 2 where it is set. Bytes: both coordinates of residual 2 k, then
  * of 2 k + 1, by place.
@@ -54,6 +55,7 @@ INLINE __m256i key_bits(const uint8_t *codes, bool one)
     const __m256i mine = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(c), spread), bit);
     return _mm256_and_si256(_mm256_cmpeq_epi8(mine, bit), _mm256_set1_epi8(2));
 }
+#endif
 
 /*
  * A level's queries as code_dots reads them, per two coordinates and row: two words, or of one bit a byte of each
@@ -62,6 +64,7 @@ INLINE __m256i key_bits(const uint8_t *codes, bool one)
 typedef struct key_query {
     int32_t pairs[AKV_QUAD_MAX_DIM / 2 + 6][4];
     int32_t bias[4];
+    const int8_t *bits; /* as they came */
 } key_query;
 
 static void query_words(const akv_quad_level *level, const int8_t *query, const int32_t *bias, key_query *out)
@@ -73,6 +76,7 @@ static void query_words(const akv_quad_level *level, const int8_t *query, const 
                       low = _mm256_cvtepi8_epi16(load128(query + 16));
         store256(out->pairs[2 * i], _mm256_permutevar8x32_epi32(_mm256_add_epi16(high, low), order));
     }
+    out->bits = query;
     for (uint32_t i = words; i < level->fours; i++, query += 32) {
         const __m256i twice = _mm256_setr_epi8(0, 1, 0, 1, 4, 5, 4, 5, 8, 9, 8, 9, 12, 13, 12, 13, 2, 3, 2, 3, 6, 7, 6,
                                                7, 10, 11, 10, 11, 14, 15, 14, 15);
@@ -94,6 +98,71 @@ INLINE void add_key_steps(const uint8_t *codes, int w, bool one, const int32_t *
     }
 }
 
+/* All coordinates of one bit; the sums were 0. */
+INLINE void add_key_bits(const uint8_t *codes, uint32_t count, const key_query *query, const int32_t (*q)[4],
+                         __m256i acc[4][2])
+{
+#ifdef AKV_QUAD_VNNI
+    /*
+     * A bit stays at its place in a byte, which is the residual's own, and the sum is moved: to 2 * 256 times the bits'
+     * sum.
+     */
+    const __m256i spread = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 0, 2, 4, 6, 1, 3, 5, 7, 1, 3, 5, 7));
+    const __m256i bit0 = _mm256_setr_epi32(0x01010101, 0x10101010, 0x01010101, 0x10101010, 0x04040404, 0x40404040,
+                                           0x04040404, 0x40404040);
+    const __m256i bit1 = _mm256_add_epi8(bit0, bit0);
+    const int8_t *four = query->bits;
+    for (uint32_t i = 0; i < count; i += 4, codes += 8, four += 32) {
+        int64_t c = 0;
+        if (count - i >= 4)
+            memcpy(&c, codes, 8);
+        else
+            memcpy(&c, codes, 2 * (size_t)(count - i));
+        const __m256i x = _mm256_shuffle_epi8(_mm256_set1_epi64x(c), spread);
+        const __m256i x0 = _mm256_and_si256(x, bit0), x1 = _mm256_and_si256(x, bit1);
+#    pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) {
+            int32_t bytes;
+            memcpy(&bytes, four + 4 * r, 4);
+            dot_bytes(&acc[r][0], x0, _mm256_set1_epi32(bytes));
+            dot_bytes(&acc[r][1], x1, _mm256_set1_epi32(bytes));
+        }
+    }
+#    pragma GCC unroll 4
+    for (int r = 0; r < 4; r++) {
+        acc[r][0] = _mm256_sllv_epi32(acc[r][0], _mm256_setr_epi32(9, 5, 9, 5, 7, 3, 7, 3));
+        acc[r][1] = _mm256_sllv_epi32(acc[r][1], _mm256_setr_epi32(8, 4, 8, 4, 6, 2, 6, 2));
+    }
+    (void)q;
+#else
+    for (uint32_t first = 0; first < count; first += 128) {
+        const uint32_t some = count - first < 128 ? count - first : 128;
+        __m256i bits[4];
+#    pragma GCC unroll 4
+        for (int r = 0; r < 4; r++)
+            bits[r] = _mm256_setzero_si256();
+        for (uint32_t i = 0; i + 2 <= some; i += 2, codes += 4, q++) {
+            const __m256i steps = key_bits(codes, false);
+#    pragma GCC unroll 4
+            for (int r = 0; r < 4; r++)
+                add_words(&bits[r], _mm256_maddubs_epi16(steps, _mm256_set1_epi32((*q)[r])));
+        }
+        if (some % 2 != 0) {
+            const __m256i steps = key_bits(codes, true);
+#    pragma GCC unroll 4
+            for (int r = 0; r < 4; r++)
+                add_words(&bits[r], _mm256_maddubs_epi16(steps, _mm256_set1_epi32((*q)[r])));
+        }
+#    pragma GCC unroll 4
+        for (int r = 0; r < 4; r++) { /* the query's high bytes */
+            dot_words(&acc[r][0], bits[r], _mm256_set1_epi32(256));
+            dot_words(&acc[r][1], bits[r], _mm256_set1_epi32(256 << 16));
+        }
+    }
+    (void)query;
+#endif
+}
+
 /* A full group; live = how many tokens of it are written. */
 INLINE void key_group(const uint8_t *codes, const akv_quad_level *level, const key_query *query, const float *scale,
                       const uint8_t *gains, uint32_t live, const uint16_t *slots, float *logits)
@@ -102,33 +171,13 @@ INLINE void key_group(const uint8_t *codes, const akv_quad_level *level, const k
     const int32_t(*q)[4] = query->pairs + 2 * ((n4 + 3) / 4 + (n2 + 3) / 4);
     const uint8_t *at = codes + 8 * n4 + 4 * n2;
     __m256i acc[4][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++)
-        acc[r][0] = acc[r][1] = _mm256_set1_epi32(query->bias[r]);
-    for (uint32_t first = 0; first < n1; first += 128) { /* bits first: later the eight sums need the registers */
-        const uint32_t some = n1 - first < 128 ? n1 - first : 128;
-        __m256i bits[4];
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++)
-            bits[r] = _mm256_setzero_si256();
-        for (uint32_t i = 0; i + 2 <= some; i += 2, at += 4, q++) {
-            const __m256i steps = key_bits(at, false);
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++)
-                bits[r] = _mm256_add_epi16(bits[r], _mm256_maddubs_epi16(steps, _mm256_set1_epi32((*q)[r])));
-        }
-        if (some % 2 != 0) {
-            const __m256i steps = key_bits(at, true);
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; r++)
-                bits[r] = _mm256_add_epi16(bits[r], _mm256_maddubs_epi16(steps, _mm256_set1_epi32((*q)[r])));
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < 4; r++) { /* the query's high bytes */
-            dot_words(&acc[r][0], bits[r], _mm256_set1_epi32(256));
-            dot_words(&acc[r][1], bits[r], _mm256_set1_epi32(256 << 16));
-        }
-    }
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        acc[k / 2][k % 2] = _mm256_setzero_si256();
+    add_key_bits(at, n1, query, q, acc); /* first: later the eight sums need the registers */
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        add_dwords(&acc[k / 2][k % 2], _mm256_set1_epi32(query->bias[k / 2]));
     q = query->pairs;
     at = codes;
 #pragma GCC unroll 2

@@ -4,16 +4,33 @@
  * coordinate.
  */
 
-/*
- * Steps by half-byte, signed: of four bits; of two, the first residual's and the second's; raised ones as in
- * quad_avx2_codes.h.
- */
 #ifdef AKV_QUAD_VNNI
-static const int8_t steps4[16] = {-104, -79, -62, -48, -36, -25, -15, -5, 5, 15, 25, 36, 48, 62, 79, 104};
-static const int8_t steps2[2][16] = {{-10, -3, 3, 10, -10, -3, 3, 10, -10, -3, 3, 10, -10, -3, 3, 10},
-                                     {-10, -10, -10, -10, -3, -3, -3, -3, 3, 3, 3, 3, 10, 10, 10, 10}};
-#endif
-
+/*
+ * Steps of two coordinates, from 16 or 8 bytes of codes. Bytes: of residuals 2 k by place, then of 2 k + 1. one: only
+ * the first coordinate is there.
+ */
+INLINE __m256i value_steps(const uint8_t *codes, int w, bool one)
+{
+    if (w == 0) {
+        const __m256i spread = _mm256_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11,
+                                                13, 15, 8, 10, 12, 14, 9, 11, 13, 15);
+        const __m256i table = _mm256_broadcastsi128_si256(
+            _mm_setr_epi8(-104, -79, -62, -48, -36, -25, -15, -5, 5, 15, 25, 36, 48, 62, 79, 104));
+        const __m256i c =
+            one ? _mm256_broadcastsi128_si256(_mm_loadl_epi64((const __m128i *)(const void *)codes)) : both128(codes);
+        const __m256i x = _mm256_srlv_epi64(_mm256_shuffle_epi8(c, spread), _mm256_setr_epi64x(0, 4, 0, 4));
+        return _mm256_shuffle_epi8(table, _mm256_and_si256(x, _mm256_set1_epi8(15)));
+    }
+    const __m256i spread = _mm256_setr_epi8(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 4, 5, 6, 7, 4,
+                                            5, 6, 7, 4, 5, 6, 7);
+    int64_t c = 0;
+    memcpy(&c, codes, one ? 4 : 8);
+    const __m256i x = _mm256_srlv_epi32(_mm256_shuffle_epi8(_mm256_set1_epi64x(c), spread),
+                                        _mm256_setr_epi32(0, 4, 2, 6, 0, 4, 2, 6));
+    return _mm256_shuffle_epi8(_mm256_set1_epi32(0x0a03fdf6),
+                               _mm256_and_si256(x, _mm256_set1_epi8(3))); /* 10, 3, -3, -10 */
+}
+#else
 /*
  * Half-bytes of two coordinates, from 16 or 8 bytes of codes, as words, by place; of two bits both residuals' numbers
  * are in each.
@@ -35,6 +52,7 @@ INLINE __m256i value_words(const uint8_t *codes, int w, bool one)
         _mm256_srlv_epi64(_mm256_shuffle_epi8(_mm256_set1_epi64x(c), spread), _mm256_setr_epi64x(0, 4, 0, 4));
     return _mm256_and_si256(x, _mm256_set1_epi16(15));
 }
+#endif
 
 /* Two coordinates of one bit, from four bytes of codes: 1 or -1. Bytes: residuals 2 k by place, then 2 k + 1. */
 INLINE __m256i value_bits(const uint8_t *codes, bool one)
@@ -61,11 +79,12 @@ INLINE const uint8_t *group_at(const value_groups *g, uint32_t i)
 }
 
 /*
- * A run's weights. words: per group and row, less 32768, those of residuals 2 k by place, then of 2 k + 1; sums of them
- * in four parts, by place modulo 4. bytes: akv_quad_weight8 of them in the same order. high, low: both bytes, for AVX-
- * VNNI.
+ * A run's weights per group and row, those of residuals 2 k by place, then of 2 k + 1. halves: high and low bytes, for
+ * AVX-VNNI. words: less 32768, otherwise; sums of the weights in four parts, by place modulo 4. bytes: akv_quad_weight8
+ * of them.
  */
 typedef struct value_weights {
+    uint8_t (*halves)[2][4][16];
     int16_t (*words)[4][16];
     uint8_t (*bytes)[4][16];
     __m128i sums[4];
@@ -110,7 +129,6 @@ INLINE __m128 weight_products(const uint8_t *run, uint32_t n, const uint16_t *sl
 INLINE void round_weights(const float *products, uint32_t groups, __m128 inverse4, bool bytes_too, value_weights *out)
 {
     const __m256 inverse = _mm256_set_m128(inverse4, inverse4);
-    const __m256i lift = _mm256_set1_epi16(-32768);
     __m256i sums[4];
     for (int r = 0; r < 4; r++)
         sums[r] = _mm256_set1_epi32((int)(groups * 2 * 32768)); /* two words each */
@@ -131,12 +149,21 @@ INLINE void round_weights(const float *products, uint32_t groups, __m128 inverse
         row[1] = _mm256_unpackhi_epi64(a0, b0);
         row[2] = _mm256_unpacklo_epi64(a1, b1);
         row[3] = _mm256_unpackhi_epi64(a1, b1);
-#pragma GCC unroll 4
+#ifdef AKV_QUAD_VNNI
+#    pragma GCC unroll 2
+        for (int r = 0; r < 4; r += 2) {
+            const __m256i low = _mm256_set1_epi16(255);
+            store256(out->halves[g][0][r], row_bytes(_mm256_srli_epi16(row[r], 8), _mm256_srli_epi16(row[r + 1], 8)));
+            store256(out->halves[g][1][r], row_bytes(_mm256_and_si256(row[r], low), _mm256_and_si256(row[r + 1], low)));
+        }
+#else
+#    pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
-            const __m256i words = _mm256_xor_si256(row[r], lift);
+            const __m256i words = _mm256_xor_si256(row[r], _mm256_set1_epi16(-32768));
             store256(out->words[g][r], words);
             dot_words(&sums[r], words, _mm256_set1_epi16(1));
         }
+#endif
         if (bytes_too) {
             __m256i e[4];
 #pragma GCC unroll 4
@@ -152,6 +179,41 @@ INLINE void round_weights(const float *products, uint32_t groups, __m128 inverse
         out->sums[r] = _mm_add_epi32(_mm256_castsi256_si128(sums[r]), _mm256_extracti128_si256(sums[r], 1));
 }
 
+/* Adds a pair's four parts of each coordinate to those of a row. */
+INLINE void add_parts(float *out, __m256 sum, float unit, bool one)
+{
+    const __m256 part = _mm256_fmadd_ps(sum, _mm256_set1_ps(unit), _mm256_loadu_ps(out));
+    if (one)
+        _mm_storeu_ps(out, _mm256_castps256_ps128(part));
+    else
+        _mm256_storeu_ps(out, part);
+}
+
+#ifdef AKV_QUAD_VNNI
+#    define PAIRS_AT_ONCE 1u
+/* A pair of coordinates (perhaps only the first is there) of four or two bits: the bytes of a weight apart. */
+INLINE void value_pairs(int C, int w, bool one, const value_groups *groups, uint32_t offset,
+                        const value_weights *weights, float *sums)
+{
+    __m256i acc[2][4];
+#    pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        acc[k / 4][k % 4] = _mm256_setzero_si256();
+    for (uint32_t i = 0; i < groups->all; i++) {
+        const __m256i steps = value_steps(group_at(groups, i) + offset, w, one);
+#    pragma GCC unroll 8
+        for (int k = 0; k < 8; k++)
+            dot_bytes(&acc[k / 4][k % 4], both128(weights->halves[i][k / 4][k % 4]), steps);
+    }
+#    pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+        add_parts(sums + r * 16,
+                  _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[0][r]), _mm256_set1_ps(256.0f), _mm256_cvtepi32_ps(acc[1][r])),
+                  weights->unit[r], one);
+    (void)C;
+}
+#else
+#    define PAIRS_AT_ONCE 2u
 /*
  * C pairs of coordinates (one or two; of the last perhaps only one coordinate) of four or two bits. With s raised steps
  * and w - 32768 the words of a weight, (step * w) = s * word + 32768 s - raise * w: the second sum is that of a fifth
@@ -164,23 +226,23 @@ INLINE void value_pairs(int C, int w, bool one, const value_groups *groups, uint
     const __m256i table0 = both128(w == 0 ? raised4 : raised2[0]), table1 = both128(w == 0 ? raised4 : raised2[1]);
     const __m256i low = _mm256_set1_epi16(15);
     __m256i acc[2][5];
-#pragma GCC unroll 10
+#    pragma GCC unroll 10
     for (int k = 0; k < 5 * C; k++)
         acc[k / 5][k % 5] = _mm256_setzero_si256();
     for (uint32_t i = 0; i < groups->all; i++) {
         const uint8_t *codes = group_at(groups, i) + offset;
         __m256i even[2], odd[2];
-#pragma GCC unroll 2
+#    pragma GCC unroll 2
         for (int c = 0; c < C; c++) {
             const __m256i x = value_words(codes + c * (w == 0 ? 16 : 8), w, one);
             even[c] = _mm256_shuffle_epi8(table0, w == 0 ? _mm256_and_si256(x, low) : x);
             odd[c] = _mm256_shuffle_epi8(table1, w == 0 ? _mm256_srli_epi16(x, 4) : x);
             dot_words(&acc[c][4], _mm256_add_epi16(even[c], odd[c]), _mm256_set1_epi16(1));
         }
-#pragma GCC unroll 4
+#    pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
             const __m256i u = both128(weights->words[i][r]), v = both128(weights->words[i][r] + 8);
-#pragma GCC unroll 2
+#    pragma GCC unroll 2
             for (int c = 0; c < C; c++) {
                 dot_words(&acc[c][r], even[c], u);
                 dot_words(&acc[c][r], odd[c], v);
@@ -188,21 +250,17 @@ INLINE void value_pairs(int C, int w, bool one, const value_groups *groups, uint
         }
     }
     const __m128i raise = _mm_set1_epi32(w == 0 ? 104 : 10);
-#pragma GCC unroll 2
+#    pragma GCC unroll 2
     for (int c = 0; c < C; c++)
-#pragma GCC unroll 4
+#    pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
             float *out = sums + r * 16 + c * 8;
             const __m256i raised = _mm256_broadcastsi128_si256(_mm_mullo_epi32(weights->sums[r], raise));
             const __m256i sum = _mm256_sub_epi32(_mm256_add_epi32(acc[c][r], _mm256_slli_epi32(acc[c][4], 15)), raised);
-            const __m256 part =
-                _mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), _mm256_set1_ps(weights->unit[r]), _mm256_loadu_ps(out));
-            if (one)
-                _mm_storeu_ps(out, _mm256_castps256_ps128(part));
-            else
-                _mm256_storeu_ps(out, part);
+            add_parts(out, _mm256_cvtepi32_ps(sum), weights->unit[r], one);
         }
 }
+#endif
 
 /* C pairs of coordinates of one bit: 255 * 2 in each of 64 groups at most, which words hold. */
 INLINE void value_bit_pairs(int C, bool one, const value_groups *groups, uint32_t offset, const value_weights *weights,
@@ -223,20 +281,23 @@ INLINE void value_bit_pairs(int C, bool one, const value_groups *groups, uint32_
             const __m256i u = both128(weights->bytes[i][r]);
 #pragma GCC unroll 2
             for (int c = 0; c < C; c++)
-                acc[c][r] = _mm256_add_epi16(acc[c][r], _mm256_maddubs_epi16(u, steps[c]));
+#ifdef AKV_QUAD_VNNI
+                dot_bytes(&acc[c][r], u, steps[c]);
+#else
+                add_words(&acc[c][r], _mm256_maddubs_epi16(u, steps[c]));
+#endif
         }
     }
 #pragma GCC unroll 2
     for (int c = 0; c < C; c++)
 #pragma GCC unroll 4
         for (int r = 0; r < 4; r++) {
-            float *out = sums + r * 16 + c * 8;
-            const __m256 sum = _mm256_cvtepi32_ps(_mm256_madd_epi16(acc[c][r], _mm256_set1_epi16(1)));
-            const __m256 part = _mm256_fmadd_ps(sum, _mm256_set1_ps(257.0f * weights->unit[r]), _mm256_loadu_ps(out));
-            if (one)
-                _mm_storeu_ps(out, _mm256_castps256_ps128(part));
-            else
-                _mm256_storeu_ps(out, part);
+#ifdef AKV_QUAD_VNNI
+            const __m256i sum = acc[c][r];
+#else
+            const __m256i sum = _mm256_madd_epi16(acc[c][r], _mm256_set1_epi16(1));
+#endif
+            add_parts(sums + r * 16 + c * 8, _mm256_cvtepi32_ps(sum), 257.0f * weights->unit[r], one);
         }
 }
 
@@ -244,10 +305,11 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
                       const float *weights, uint8_t *scratch, float *sums)
 {
     float *products = (float *)(void *)scratch; /* [1024][4], 16 KiB */
-    value_weights whole = {(int16_t(*)[4][16])(void *)(scratch + 16384),
+    value_weights whole = {(uint8_t(*)[2][4][16])(scratch + 16384),
+                           (int16_t(*)[4][16])(void *)(scratch + 16384),
                            (uint8_t(*)[4][16])scratch,
                            {{0}},
-                           {0}}; /* bytes over products that were read */
+                           {0}}; /* bytes lie over products that were read */
     uint8_t room[FULL_GROUP_ROOM];
     value_groups groups = {run + (n + 1) / 2, room, n / 16, (n + 15) / 16, 2 * level->bits};
     const __m128 top = weight_products(run, n, slots, weights, products);
@@ -262,8 +324,12 @@ static void code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *leve
     for (int w = 0; w < 2; w++) {
         const uint32_t bytes = w == 0 ? 8 : 4;
         uint32_t left = level->by_width[w];
-        for (; left >= 4; left -= 4, offset += 4 * bytes, sums += 64)
+        for (; PAIRS_AT_ONCE == 2 && left >= 4; left -= 4, offset += 4 * bytes, sums += 64)
             value_pairs(2, w, false, &groups, offset, &whole, sums);
+        for (; PAIRS_AT_ONCE == 1 && left >= 4; left -= 4, offset += 4 * bytes, sums += 64) {
+            value_pairs(1, w, false, &groups, offset, &whole, sums);
+            value_pairs(1, w, false, &groups, offset + 2 * bytes, &whole, sums + 8);
+        }
         if (left >= 2)
             value_pairs(1, w, false, &groups, offset, &whole, sums);
         if (left % 2 != 0)

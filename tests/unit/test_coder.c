@@ -22,10 +22,10 @@ static int num_matrices, num_coders;
 static void find_variants(void)
 {
 #define AKV_MATRICES(isa, level)    \
-    if (akv_cpu_machine() >= level) \
+    if (akv_cpu_runs(level))        \
         matrices[num_matrices++] = &akv_matrix_##isa;
 #define AKV_CODERS(isa, level)      \
-    if (akv_cpu_machine() >= level) \
+    if (akv_cpu_runs(level))        \
         coders[num_coders++] = &akv_coder_##isa;
 #include "kernels/kernels.def"
 }

@@ -215,7 +215,7 @@ static void group_kernels(const akv_kernels *k)
 static void kernels(void)
 {
 #define AKV_KERNELS(isa, level)                  \
-    if (akv_cpu_machine() >= level) {            \
+    if (akv_cpu_runs(level)) {                   \
         row_kernels(&akv_kernels_##isa);         \
         turning_kernels(&akv_kernels_##isa);     \
         group_kernels(&akv_kernels_##isa);       \
@@ -245,7 +245,7 @@ static void matrix_kernels(const akv_matrix_kernels *k)
 static void matrices(void)
 {
 #define AKV_MATRICES(isa, level)    \
-    if (akv_cpu_machine() >= level) \
+    if (akv_cpu_runs(level))        \
         matrix_kernels(&akv_matrix_##isa);
 #include "kernels/kernels.def"
 }
@@ -294,7 +294,7 @@ static void coder_kernels(const akv_coder_kernels *k)
 static void coders(void)
 {
 #define AKV_CODERS(isa, level)      \
-    if (akv_cpu_machine() >= level) \
+    if (akv_cpu_runs(level))        \
         coder_kernels(&akv_coder_##isa);
 #include "kernels/kernels.def"
 }
@@ -411,7 +411,7 @@ static void quad_sums(const akv_quad_kernels *k)
 static void quads(void)
 {
 #define AKV_QUADS(isa, level)            \
-    if (akv_cpu_machine() >= level) {    \
+    if (akv_cpu_runs(level)) {           \
         quad_anchors(&akv_quad_##isa);   \
         quad_codes(&akv_quad_##isa);     \
         quad_sums(&akv_quad_##isa);      \

@@ -16,7 +16,7 @@ static int num_variants;
 static void find_variants(void)
 {
 #define AKV_KERNELS(isa, level)      \
-    if (akv_cpu_machine() >= level)  \
+    if (akv_cpu_runs(level))         \
         variants[num_variants++] = &akv_kernels_##isa;
 #include "kernels/kernels.def"
 }

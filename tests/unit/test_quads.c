@@ -8,7 +8,7 @@
 #include "kernels/cpu.h"
 #include "kernels/quad.h"
 
-static const akv_quad_kernels *variants[4];
+static const akv_quad_kernels *variants[8];
 static int num_variants;
 #define FOR_VARIANTS(k)                   \
     for (int v_ = 0; v_ < num_variants; v_++) \
@@ -17,7 +17,7 @@ static int num_variants;
 static void find_variants(void)
 {
 #define AKV_QUADS(isa, level)       \
-    if (akv_cpu_machine() >= level) \
+    if (akv_cpu_runs(level))        \
         variants[num_variants++] = &akv_quad_##isa;
 #include "kernels/kernels.def"
 }

@@ -1,0 +1,32 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * quad_avx_vnni.c - quad.h for AVX2 with FMA and AVX-VNNI: the source of quad_avx2.c with products and their sums in
+ * one instruction.
+ */
+#include "kernels/cpu.h"
+#if AKV_HAVE_AVX_VNNI
+#    ifdef __clang__
+#        pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni"))),                 \
+                                     apply_to = function)
+#    else
+#        pragma GCC target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni")
+#    endif
+#    define AKV_QUAD_VNNI 1
+#    include "kernels/quad_avx2.h"
+#    include "kernels/quad_avx2_keys.h"
+#    include "kernels/quad_avx2_codes.h"
+#    include "kernels/quad_avx2_values.h"
+#    include "kernels/quad_avx2_sums.h"
+
+const akv_quad_kernels akv_quad_avx_vnni = {
+    "avxvnni",         unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels,
+    akv_level_list_of, quantise_level, code_dots, code_sums,   place_sums,    row_max,
+    exp_sum,           histogram,      bytes_sum, bytes_dot,   tile_dots,     tile_sums,
+};
+
+#    ifdef __clang__
+#        pragma clang attribute pop
+#    endif
+#else
+typedef int akv_no_quad_avx_vnni; /* a translation unit must not be empty */
+#endif
