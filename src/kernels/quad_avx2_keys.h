@@ -218,7 +218,7 @@ INLINE void turn_planes(const int8_t *a, uint32_t planes, uint32_t j, bool half,
 INLINE __m256 two_tokens(__m256i a, __m256i b)
 {
     return _mm256_cvtepi32_ps(
-        _mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20), _mm256_permute2x128_si256(a, b, 0x31)));
+        _mm256_add_epi32(_mm256_blend_epi32(a, b, 0xf0), _mm256_permute2x128_si256(a, b, 0x21)));
 }
 
 /*

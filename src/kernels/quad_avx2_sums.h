@@ -4,30 +4,23 @@
  * anchors of values, tiles.
  */
 
-/*
- * Four tokens at a time: their slots are 0, 4, 8, 12 from the first one's on. Whole words are stored; slots has room
- * for 32 more.
- */
+/* The slots of the tokens of a byte's bits, counted from the first one's, in bytes from the lowest on. */
+#define COUNT2(b) (((b)&1) + ((b) >> 1 & 1))
+#define COUNT4(b) (COUNT2(b) + COUNT2((b) >> 2))
+#define SLOT(b, i, slot, before) ((uint64_t)(slot) * ((b) >> (i)&1) << 8 * (before))
+#define SLOTS(b)                                                                                                       \
+    (SLOT(b, 1, 4, (b)&1) | SLOT(b, 2, 8, COUNT2(b)) | SLOT(b, 3, 12, COUNT2(b) + ((b) >> 2 & 1)) |                    \
+     SLOT(b, 4, 1, COUNT4(b)) | SLOT(b, 5, 5, COUNT4(b) + ((b) >> 4 & 1)) |                                            \
+     SLOT(b, 6, 9, COUNT4(b) + COUNT2((b) >> 4)) | SLOT(b, 7, 13, COUNT4(b) + COUNT2((b) >> 4) + ((b) >> 6 & 1)))
+#define SLOTS4(b) SLOTS(b), SLOTS((b) + 1), SLOTS((b) + 2), SLOTS((b) + 3)
+#define SLOTS16(b) SLOTS4(b), SLOTS4((b) + 4), SLOTS4((b) + 8), SLOTS4((b) + 12)
+#define SLOTS64(b) SLOTS16(b), SLOTS16((b) + 16), SLOTS16((b) + 32), SLOTS16((b) + 48)
+static const uint64_t slots_of[256] = {SLOTS64(0), SLOTS64(64), SLOTS64(128), SLOTS64(192)};
+
+/* Eight tokens at a time. Whole eights are stored: what is too much lies where the next ones go, or in spare slots. */
 static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t planes, uint32_t n, uint32_t num_levels,
                         uint16_t *slots, uint32_t *first)
 {
-#define SLOTS(a, b, c, d) ((uint64_t)(a) | (uint64_t)(b) << 16 | (uint64_t)(c) << 32 | (uint64_t)(d) << 48)
-    static const uint64_t some[16] = {0,
-                                      SLOTS(0, 0, 0, 0),
-                                      SLOTS(4, 0, 0, 0),
-                                      SLOTS(0, 4, 0, 0),
-                                      SLOTS(8, 0, 0, 0),
-                                      SLOTS(0, 8, 0, 0),
-                                      SLOTS(4, 8, 0, 0),
-                                      SLOTS(0, 4, 8, 0),
-                                      SLOTS(12, 0, 0, 0),
-                                      SLOTS(0, 12, 0, 0),
-                                      SLOTS(4, 12, 0, 0),
-                                      SLOTS(0, 4, 12, 0),
-                                      SLOTS(8, 12, 0, 0),
-                                      SLOTS(0, 8, 12, 0),
-                                      SLOTS(4, 8, 12, 0),
-                                      SLOTS(0, 4, 8, 12)};
     _Alignas(32) uint64_t plane[4][AKV_BLOCK_TOKENS / 64], of_level[AKV_BLOCK_TOKENS / 64];
     const uint32_t words = (n + 63) / 64;
     uint32_t at = 0;
@@ -50,18 +43,56 @@ static void sort_levels(const uint8_t *levels, uint64_t plane_bytes, uint32_t pl
             _mm256_store_si256((__m256i *)(void *)(of_level + t), bits);
         }
         for (uint32_t t = 0; t < words; t++) {
-            uint64_t bits = of_level[t];
-            for (uint32_t i = 0; bits != 0; i++, bits >>= 16) /* 16 tokens */
-#pragma GCC unroll 4
-                for (uint32_t k = 0; k < 4; k++) {
-                    const uint64_t four =
-                        some[bits >> 4 * k & 15] + (t * 64 + i * 16 + k) * UINT64_C(0x0001000100010001);
-                    memcpy(slots + at, &four, 8);
-                    at += (uint32_t)__builtin_popcount((uint32_t)(bits >> 4 * k & 15));
-                }
+            const uint64_t bits = of_level[t];
+            if (bits == 0)
+                continue;
+#pragma GCC unroll 8
+            for (uint32_t i = 0; i < 8; i++) {
+                const uint8_t eight = (uint8_t)(bits >> 8 * i);
+                const __m128i offsets =
+                    _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)(const void *)(slots_of + eight)));
+                const __m128i slot = _mm_set1_epi16((int16_t)(t * 64 + i / 2 * 16 + i % 2 * 2));
+                _mm_storeu_si128((__m128i *)(void *)(slots + at), _mm_add_epi16(slot, offsets));
+                at += (uint32_t)__builtin_popcount(eight);
+            }
         }
     }
     first[num_levels + 1] = at;
+}
+
+/* Entry e of a row of 2 bits an entry: 32 coordinates at a time, stored by fours; coord has room for as many more. */
+static void list_level(const uint8_t *row, uint32_t coords, akv_level_list *out)
+{
+#define FOUR(a, b, c, d) ((uint64_t)(a) | (uint64_t)(b) << 16 | (uint64_t)(c) << 32 | (uint64_t)(d) << 48)
+    static const uint64_t set_bits[16] = {
+        0,                0,                FOUR(1, 0, 0, 0), FOUR(0, 1, 0, 0), FOUR(2, 0, 0, 0), FOUR(0, 2, 0, 0),
+        FOUR(1, 2, 0, 0), FOUR(0, 1, 2, 0), FOUR(3, 0, 0, 0), FOUR(0, 3, 0, 0), FOUR(1, 3, 0, 0), FOUR(0, 1, 3, 0),
+        FOUR(2, 3, 0, 0), FOUR(0, 2, 3, 0), FOUR(1, 2, 3, 0), FOUR(0, 1, 2, 3)};
+    uint32_t at = 0;
+    out->bits = 0;
+    for (uint32_t w = 0; w < 3; w++) {
+        const uint32_t before = at;
+        for (uint32_t c = 0; c < coords; c += 32) {
+            const uint32_t left = coords - c < 32 ? coords - c : 32;
+            uint64_t word = 0;
+            if (left == 32)
+                memcpy(&word, row + c / 4, 8);
+            else
+                memcpy(&word, row + c / 4, (left + 3) / 4);
+            word = _bzhi_u64(word, 2 * left);
+            const uint32_t low = (uint32_t)_pext_u64(word, 0x5555555555555555u);
+            const uint32_t high = (uint32_t)_pext_u64(word, 0xaaaaaaaaaaaaaaaau);
+            uint32_t mine = w == 0 ? high & low : w == 1 ? high & ~low : low & ~high;
+            for (uint32_t i = 0; mine != 0; i += 4, mine >>= 4) {
+                const uint64_t four = set_bits[mine & 15] + (c + i) * UINT64_C(0x0001000100010001);
+                memcpy(out->coord + at, &four, 8);
+                at += (uint32_t)__builtin_popcount(mine & 15);
+            }
+        }
+        out->by_width[w] = at - before;
+        out->bits += (at - before) * (4u >> w);
+    }
+    out->count = at;
 }
 
 static void quantise_level(const float *z, const akv_level_list *list, int8_t *query, int32_t *bias, float *scale)

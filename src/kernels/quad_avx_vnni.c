@@ -19,9 +19,9 @@
 #    include "kernels/quad_avx2_sums.h"
 
 const akv_quad_kernels akv_quad_avx_vnni = {
-    "avxvnni",         unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels,
-    akv_level_list_of, quantise_level, code_dots, code_sums,   place_sums,    row_max,
-    exp_sum,           histogram,      bytes_sum, bytes_dot,   tile_dots,     tile_sums,
+    "avxvnni",  unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels,
+    list_level, quantise_level, code_dots, code_sums,   place_sums,    row_max,
+    exp_sum,    histogram,      bytes_sum, bytes_dot,   tile_dots,     tile_sums,
 };
 
 #    ifdef __clang__
