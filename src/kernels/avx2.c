@@ -8,8 +8,8 @@
 #  endif
 #  define AKV_ISA(name) name##_avx2
 #  define AKV_ISA_NAME "avx2"
-#  define AKV_LANE_SHIFTS 1
-#  define AKV_OWN_LOOPS 1 /* body_avx2.h */
+#  define AKV_OWN_SUMS 1 /* body_avx2.h */
+#  define AKV_OWN_LOOPS 1
 #  include <immintrin.h>
 #  include "kernels/body.h"
 #  ifdef __clang__

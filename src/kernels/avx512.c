@@ -8,7 +8,8 @@
 #  endif
 #  define AKV_ISA(name) name##_avx512
 #  define AKV_ISA_NAME "avx512"
-#  define AKV_LANE_SHIFTS 1
+#  define AKV_OWN_SUMS 1 /* body_avx2.h */
+#  include <immintrin.h>
 #  include "kernels/body.h"
 #  ifdef __clang__
 #    pragma clang attribute pop

@@ -24,7 +24,9 @@ static void row_f32(const uint16_t *x, akv_dtype dtype, uint32_t n, float *out)
     }
 }
 
-#ifndef AKV_OWN_LOOPS
+#ifdef AKV_OWN_SUMS
+#  include "kernels/body_avx2.h"
+#else
 static void rows_dot(const float *rows, uint32_t num_rows, const float *x, uint32_t dim, float scale, float *out, size_t out_stride)
 {
     for (uint32_t r = 0; r < num_rows; r++)
@@ -39,7 +41,7 @@ static void rows_axpy(const float *w, size_t w_stride, uint32_t num_rows, const 
 }
 #endif
 
-#include "kernels/dense_body.h" /* dense_dots, dense_sums; with AKV_OWN_LOOPS all that is left out here, too */
+#include "kernels/dense_body.h" /* dense_dots, dense_sums */
 
 /* One plane pair a0, a1 turned. */
 #define TURN(a0, a1)                                                                                                   \
@@ -55,6 +57,10 @@ static void turn_bf16(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_
     const uint32_t r = rotary_dim / 2;
     const uint32_t step = style == AKV_ROPE_HALF_SPLIT ? 1 : 2, second = style == AKV_ROPE_HALF_SPLIT ? r : 1;
     uint32_t j = 0;
+#ifdef AKV_OWN_SUMS
+    for (; j + 8 <= r; j += 8)
+        turn_eight(a, r, j, style == AKV_ROPE_HALF_SPLIT, cosine, sine, out);
+#else
     if (style == AKV_ROPE_HALF_SPLIT)
         for (; j + LANES <= r; j += LANES) {
             f32x16 a0 = load_bf16(a + j), a1 = load_bf16(a + j + r);
@@ -67,6 +73,7 @@ static void turn_bf16(const uint16_t *a, uint32_t dim, uint32_t rotary_dim, akv_
             f32x16 a0 = (f32x16)(pair << 16), a1 = (f32x16)(pair & 0xffff0000u);
             TURN(a0, a1);
         }
+#endif
     for (; j < r; j++) {
         float a0 = akv_bf16_to_f32(a[j * step]), a1 = akv_bf16_to_f32(a[j * step + second]);
         out[j] = a0 * cosine[j] - a1 * sine[j];
@@ -141,17 +148,8 @@ static void unpack_group(const uint8_t *codes, uint32_t g, uint32_t dim, float i
             }
         return;
     }
-#ifdef AKV_LANE_SHIFTS
-    const u32x16 shifts = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    const u32x16 difference = (u32x16){0} + (akv_bits_f32(inner) ^ akv_bits_f32(outer));
-    for (uint32_t i = 0; i < dim; i++) {
-        uint32_t word = codes[i * 4] | (uint32_t)codes[i * 4 + 1] << 8 | (uint32_t)codes[i * 4 + 2] << 16 |
-                        (uint32_t)codes[i * 4 + 3] << 24;
-        u32x16 c = ((u32x16){0} + word) >> shifts;
-        u32x16 negative = ~c << 30 & 0x80000000u;    /* codes 0 and 1 */
-        u32x16 is_inner = 0u - ((c ^ c >> 1) & 1u);  /* codes 1 and 2 */
-        store_f32(out + i * AKV_GROUP_LANES, (f32x16)((akv_bits_f32(outer) ^ (is_inner & difference)) | negative));
-    }
+#ifdef AKV_OWN_SUMS
+    unpack_full_group(codes, dim, levels, out);
 #else
     for (uint32_t i = 0; i < dim * 4; i++) {
         float *o = out + i * 4;
@@ -233,7 +231,9 @@ static void group_dot(const float *rows, uint32_t num_rows, const float *group, 
         store_f32(out + r * AKV_GROUP_LANES, a);
     }
 }
+#endif
 
+#ifndef AKV_OWN_SUMS
 static void group_accumulate(const float *w, uint32_t num_rows, const float *group, uint32_t dim, float *rows)
 {
     for (uint32_t r = 0; r < num_rows; r++) {
@@ -245,7 +245,9 @@ static void group_accumulate(const float *w, uint32_t num_rows, const float *gro
         }
     }
 }
+#endif
 
+#ifndef AKV_OWN_LOOPS
 INLINE f32x16 exp_lanes(const f32x16 *in)
 {
     f32x16 v = *in;

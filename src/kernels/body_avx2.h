@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * body_avx2.h - the loops of body.h and dense_body.h that keep sums, for AVX2: the same 16 lanes as two registers, the
- * same bits. gcc keeps vectors of 64 bytes in memory where the machine has none, which made these loops slower than
- * plain C. Products and sums are apart: a fused one would round otherwise.
+ * body_avx2.h - loops of body.h and dense_body.h for AVX2, AKV_OWN_LOOPS: the same 16 lanes as two registers, the same
+ * bits. AKV_OWN_SUMS, with AVX-512: those that are faster so there, too. gcc keeps vectors of 64 bytes in memory where
+ * the machine has none, which made these loops slower than plain C. Products and sums are apart: a fused one would
+ * round otherwise.
  */
 
 INLINE __m256 add_product(__m256 sum, __m256 a, __m256 b)
@@ -85,119 +86,6 @@ static void rows_axpy(const float *w, size_t w_stride, uint32_t num_rows, const 
     }
 }
 
-INLINE __m256 eight_f32(const uint16_t *p, bool is_f16)
-{
-    const __m128i h = _mm_loadu_si128((const __m128i *)(const void *)p);
-    return is_f16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
-}
-
-/*
- * R rows times four vectors, two of them and eight lanes at a time: eight sums and what goes into them are the
- * registers.
- */
-INLINE void dots_rx4(const int R, const float *rows, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t dim,
-                     float *out, size_t out_stride)
-{
-    __m128 four[4][4]; /* [row][vector] */
-#pragma GCC unroll 2
-    for (int t = 0; t < 4; t += 2) {
-        const uint16_t *a = x + t * x_stride, *b = a + x_stride;
-        __m256 half[2][4][2];
-#pragma GCC unroll 2
-        for (uint32_t h = 0; h < 2; h++) {
-            __m256 acc[4][2];
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++)
-                acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-            for (uint32_t i = 8 * h; i < dim; i += LANES) {
-                const __m256 x0 = eight_f32(a + i, is_f16), x1 = eight_f32(b + i, is_f16);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; r++) {
-                    const __m256 q = _mm256_loadu_ps(rows + (size_t)r * dim + i);
-                    acc[r][0] = add_product(acc[r][0], q, x0);
-                    acc[r][1] = add_product(acc[r][1], q, x1);
-                }
-            }
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                half[h][r][0] = acc[r][0];
-                half[h][r][1] = acc[r][1];
-            }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            four[r][t] = four_lanes(half[0][r][0], half[1][r][0]);
-            four[r][t + 1] = four_lanes(half[0][r][1], half[1][r][1]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-        _mm_storeu_ps(out + (size_t)r * out_stride, sum_each(four[r][0], four[r][1], four[r][2], four[r][3]));
-}
-
-/* R rows, 64 coordinates, 16 at a time: two registers of each row stay. */
-INLINE void sums_rx64(const int R, const float *w, size_t w_stride, const uint16_t *x, int64_t x_stride, bool is_f16,
-                      uint32_t n, uint32_t dim, uint32_t ahead, float *rows)
-{
-    for (uint32_t i = 0; i < 64; i += LANES, x += LANES, rows += LANES) {
-        __m256 s[4][2];
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            s[r][0] = _mm256_loadu_ps(rows + (size_t)r * dim);
-            s[r][1] = _mm256_loadu_ps(rows + (size_t)r * dim + 8);
-        }
-        for (uint32_t t = 0; t < n; t++) {
-            const uint16_t *at = x + (int64_t)t * x_stride;
-            if (i == 0 && ahead > 0)
-                fetch_ahead(at, x_stride, ahead);
-            const __m256 x0 = eight_f32(at, is_f16), x1 = eight_f32(at + 8, is_f16);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                const __m256 weight = _mm256_broadcast_ss(w + (size_t)r * w_stride + t);
-                s[r][0] = add_product(s[r][0], weight, x0);
-                s[r][1] = add_product(s[r][1], weight, x1);
-            }
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            _mm256_storeu_ps(rows + (size_t)r * dim, s[r][0]);
-            _mm256_storeu_ps(rows + (size_t)r * dim + 8, s[r][1]);
-        }
-    }
-}
-
-/* R rows (1 or 4) of group_dot. */
-INLINE void group_dot_some(int R, const float *rows, const float *group, uint32_t dim, float *out)
-{
-    __m256 acc[4][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++)
-        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
-    for (uint32_t i = 0; i < dim; i++, group += AKV_GROUP_LANES) {
-        const __m256 x0 = _mm256_loadu_ps(group), x1 = _mm256_loadu_ps(group + 8);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; r++) {
-            const __m256 q = _mm256_broadcast_ss(rows + (size_t)r * dim + i);
-            acc[r][0] = add_product(acc[r][0], q, x0);
-            acc[r][1] = add_product(acc[r][1], q, x1);
-        }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; r++) {
-        _mm256_storeu_ps(out + r * AKV_GROUP_LANES, acc[r][0]);
-        _mm256_storeu_ps(out + r * AKV_GROUP_LANES + 8, acc[r][1]);
-    }
-}
-
-static void group_dot(const float *rows, uint32_t num_rows, const float *group, uint32_t dim, float *out)
-{
-    uint32_t r = 0;
-    for (; r + 4 <= num_rows; r += 4)
-        group_dot_some(4, rows + (size_t)r * dim, group, dim, out + r * AKV_GROUP_LANES);
-    for (; r < num_rows; r++)
-        group_dot_some(1, rows + (size_t)r * dim, group, dim, out + r * AKV_GROUP_LANES);
-}
-
 static void group_accumulate(const float *w, uint32_t num_rows, const float *group, uint32_t dim, float *rows)
 {
     for (uint32_t r = 0; r < num_rows; r++, w += AKV_GROUP_LANES, rows += dim) {
@@ -218,6 +106,154 @@ static void group_accumulate(const float *w, uint32_t num_rows, const float *gro
                 rows[i + k] += sums[k];
         }
     }
+}
+
+/* One coordinate of a full group: lanes look up their own two bits. */
+INLINE void unpack_full_group(const uint8_t *codes, uint32_t dim, const float levels[4], float *out)
+{
+    const __m256 table = _mm256_broadcast_ps((const __m128 *)(const void *)levels);
+    const __m256i low = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14),
+                  high = _mm256_add_epi32(low, _mm256_set1_epi32(16));
+    for (uint32_t i = 0; i < dim; i++, codes += 4, out += AKV_GROUP_LANES) {
+        int32_t word;
+        memcpy(&word, codes, 4);
+        const __m256i all = _mm256_set1_epi32(word);
+        _mm256_storeu_ps(out, _mm256_permutevar_ps(table, _mm256_srlv_epi32(all, low)));
+        _mm256_storeu_ps(out + 8, _mm256_permutevar_ps(table, _mm256_srlv_epi32(all, high)));
+    }
+}
+
+/* Eight planes of turn_bf16 from plane j on, r planes in all. */
+INLINE void turn_eight(const uint16_t *a, uint32_t r, uint32_t j, bool half, const float *cosine, const float *sine,
+                       float *out)
+{
+    __m256i x0, x1;
+    if (half) {
+        x0 = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a + j))), 16);
+        x1 = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)(a + j + r))), 16);
+    } else {
+        const __m256i pairs = _mm256_loadu_si256((const __m256i *)(const void *)(a + 2 * j));
+        x0 = _mm256_slli_epi32(pairs, 16);
+        x1 = _mm256_and_si256(pairs, _mm256_set1_epi32((int32_t)0xffff0000));
+    }
+    const __m256 a0 = _mm256_castsi256_ps(x0), a1 = _mm256_castsi256_ps(x1);
+    const __m256 c = _mm256_loadu_ps(cosine + j), s = _mm256_loadu_ps(sine + j);
+    _mm256_storeu_ps(out + j, _mm256_sub_ps(_mm256_mul_ps(a0, c), _mm256_mul_ps(a1, s)));
+    _mm256_storeu_ps(out + j + r, _mm256_add_ps(_mm256_mul_ps(a0, s), _mm256_mul_ps(a1, c)));
+}
+
+#ifdef AKV_OWN_LOOPS
+INLINE __m256 eight_f32(const uint16_t *p, bool is_f16)
+{
+    const __m128i h = _mm_loadu_si128((const __m128i *)(const void *)p);
+    return is_f16 ? _mm256_cvtph_ps(h) : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+/*
+ * R rows times four vectors, two of them and eight lanes at a time: eight sums and what goes into them are the
+ * registers.
+ */
+INLINE void dots_rx4(const int R, const float *rows, const uint16_t *x, int64_t x_stride, bool is_f16, uint32_t dim,
+                     float *out, size_t out_stride)
+{
+    __m128 four[4][4]; /* [row][vector] */
+#    pragma GCC unroll 2
+    for (int t = 0; t < 4; t += 2) {
+        const uint16_t *a = x + t * x_stride, *b = a + x_stride;
+        __m256 half[2][4][2];
+#    pragma GCC unroll 2
+        for (uint32_t h = 0; h < 2; h++) {
+            __m256 acc[4][2];
+#    pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+                acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+            for (uint32_t i = 8 * h; i < dim; i += LANES) {
+                const __m256 x0 = eight_f32(a + i, is_f16), x1 = eight_f32(b + i, is_f16);
+#    pragma GCC unroll 4
+                for (int r = 0; r < R; r++) {
+                    const __m256 q = _mm256_loadu_ps(rows + (size_t)r * dim + i);
+                    acc[r][0] = add_product(acc[r][0], q, x0);
+                    acc[r][1] = add_product(acc[r][1], q, x1);
+                }
+            }
+#    pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                half[h][r][0] = acc[r][0];
+                half[h][r][1] = acc[r][1];
+            }
+        }
+#    pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            four[r][t] = four_lanes(half[0][r][0], half[1][r][0]);
+            four[r][t + 1] = four_lanes(half[0][r][1], half[1][r][1]);
+        }
+    }
+#    pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+        _mm_storeu_ps(out + (size_t)r * out_stride, sum_each(four[r][0], four[r][1], four[r][2], four[r][3]));
+}
+
+/* R rows, 64 coordinates, 16 at a time: two registers of each row stay. */
+INLINE void sums_rx64(const int R, const float *w, size_t w_stride, const uint16_t *x, int64_t x_stride, bool is_f16,
+                      uint32_t n, uint32_t dim, uint32_t ahead, float *rows)
+{
+    for (uint32_t i = 0; i < 64; i += LANES, x += LANES, rows += LANES) {
+        __m256 s[4][2];
+#    pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            s[r][0] = _mm256_loadu_ps(rows + (size_t)r * dim);
+            s[r][1] = _mm256_loadu_ps(rows + (size_t)r * dim + 8);
+        }
+        for (uint32_t t = 0; t < n; t++) {
+            const uint16_t *at = x + (int64_t)t * x_stride;
+            if (i == 0 && ahead > 0)
+                fetch_ahead(at, x_stride, ahead);
+            const __m256 x0 = eight_f32(at, is_f16), x1 = eight_f32(at + 8, is_f16);
+#    pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const __m256 weight = _mm256_broadcast_ss(w + (size_t)r * w_stride + t);
+                s[r][0] = add_product(s[r][0], weight, x0);
+                s[r][1] = add_product(s[r][1], weight, x1);
+            }
+        }
+#    pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            _mm256_storeu_ps(rows + (size_t)r * dim, s[r][0]);
+            _mm256_storeu_ps(rows + (size_t)r * dim + 8, s[r][1]);
+        }
+    }
+}
+
+/* R rows (1 or 4) of group_dot. */
+INLINE void group_dot_some(int R, const float *rows, const float *group, uint32_t dim, float *out)
+{
+    __m256 acc[4][2];
+#    pragma GCC unroll 4
+    for (int r = 0; r < R; r++)
+        acc[r][0] = acc[r][1] = _mm256_setzero_ps();
+    for (uint32_t i = 0; i < dim; i++, group += AKV_GROUP_LANES) {
+        const __m256 x0 = _mm256_loadu_ps(group), x1 = _mm256_loadu_ps(group + 8);
+#    pragma GCC unroll 4
+        for (int r = 0; r < R; r++) {
+            const __m256 q = _mm256_broadcast_ss(rows + (size_t)r * dim + i);
+            acc[r][0] = add_product(acc[r][0], q, x0);
+            acc[r][1] = add_product(acc[r][1], q, x1);
+        }
+    }
+#    pragma GCC unroll 4
+    for (int r = 0; r < R; r++) {
+        _mm256_storeu_ps(out + r * AKV_GROUP_LANES, acc[r][0]);
+        _mm256_storeu_ps(out + r * AKV_GROUP_LANES + 8, acc[r][1]);
+    }
+}
+
+static void group_dot(const float *rows, uint32_t num_rows, const float *group, uint32_t dim, float *out)
+{
+    uint32_t r = 0;
+    for (; r + 4 <= num_rows; r += 4)
+        group_dot_some(4, rows + (size_t)r * dim, group, dim, out + r * AKV_GROUP_LANES);
+    for (; r < num_rows; r++)
+        group_dot_some(1, rows + (size_t)r * dim, group, dim, out + r * AKV_GROUP_LANES);
 }
 
 INLINE __m256 plus(__m256 a, float b)
@@ -300,3 +336,4 @@ static float scale_max(float *x, uint32_t n, float scale, float max)
         max = m[l] > max ? m[l] : max;
     return max;
 }
+#endif

@@ -3,25 +3,7 @@
  * dense_body.h - attention over rows of 16-bit numbers, four tokens or 64 coordinates and up to four query rows at a time: a part of
  * body.h, which includes it after row_f32, rows_dot and rows_axpy. The bits are those of rows_dot and rows_axpy.
  */
-/*
- * The vector DENSE_AHEAD further on towards the caches: dense attention waits for memory, and what the hardware fetches ahead ends
- * at each page.
- */
-#define DENSE_AHEAD 24
-INLINE void fetch_ahead(const uint16_t *x, int64_t x_stride, uint32_t dim)
-{
-#ifdef __GNUC__
-    const char *at = (const char *)(x + DENSE_AHEAD * x_stride);
-    for (uint32_t i = 0; i < dim * 2; i += 64)
-        __builtin_prefetch(at + i, 0, 3);
-#else
-    (void)x, (void)x_stride, (void)dim;
-#endif
-}
-
-#ifdef AKV_OWN_LOOPS
-#include "kernels/body_avx2.h"
-#else
+#ifndef AKV_OWN_LOOPS /* or in body_avx2.h */
 INLINE f32x16 load_16_bit(const uint16_t *p, bool is_f16)
 {
     return is_f16 ? load_f16(p) : load_bf16(p);

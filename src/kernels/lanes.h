@@ -109,4 +109,20 @@ INLINE void axpy(float w, const float *x, float *y, uint32_t n)
         y[i] += w * x[i];
 }
 
+/*
+ * The vector DENSE_AHEAD further on towards the caches: dense attention waits for memory, and what the hardware fetches ahead ends
+ * at each page.
+ */
+#define DENSE_AHEAD 24
+INLINE void fetch_ahead(const uint16_t *x, int64_t x_stride, uint32_t dim)
+{
+#ifdef __GNUC__
+    const char *at = (const char *)(x + DENSE_AHEAD * x_stride);
+    for (uint32_t i = 0; i < dim * 2; i += 64)
+        __builtin_prefetch(at + i, 0, 3);
+#else
+    (void)x, (void)x_stride, (void)dim;
+#endif
+}
+
 #endif
