@@ -97,8 +97,7 @@ static uint64_t least_budget(const akv_llama *host)
     return bytes;
 }
 
-/* What the conversation may take in all: its share of the ratio, but never less than full_tokens uncompressed. */
-static uint64_t ratio_limit(const akv_llama *host)
+uint64_t akvl_ratio_limit(const akv_llama *host)
 {
     const akv_llama_rolling *r = &host->rolling.options;
     const double tokens = (double)host->tail_position - (double)r->from_token, full = (double)r->full_tokens;
@@ -181,64 +180,6 @@ static uint32_t waiting(const akv_llama *host, uint32_t i, uint32_t *take, uint6
     return first;
 }
 
-float *akvl_latest_queries(const akv_llama *host, uint32_t i)
-{
-    const akvl_layer *l = &host->tail_graph->layers[i];
-    const size_t W = akvl_rolling_observing(host), d = l->head_dim_k, seen = (size_t)host->rolling.seen[i];
-    const size_t have = seen < W ? seen : W;
-    float *out = akvl_new((size_t)l->num_kv_heads * l->gqa_group * W, d * sizeof *out);
-    for (size_t h = 0; out && h < (size_t)l->num_kv_heads * l->gqa_group; h++)
-        for (size_t r = 0; r < W; r++) {
-            const size_t from = r < W - have ? 0 : r - (W - have);
-            memcpy(out + (h * W + r) * d, host->rolling.queries[i] + (h * W + (seen - have + from) % W) * d,
-                   d * sizeof *out);
-        }
-    return out;
-}
-
-/* Segments [first, first + take) of a layer, all dense and one behind the other -> one compressed segment. */
-static akv_status compress_segments(akv_llama *host, uint32_t i, uint32_t first, uint32_t take, uint64_t tokens,
-                                    uint64_t bytes, akv_segment **out, akv_diag *diag)
-{
-    const akvl_layer *l = &host->tail_graph->layers[i];
-    akv_segment **segments = host->running.lists[i] + first;
-    const size_t H = l->num_kv_heads, dk = l->head_dim_k, dv = l->head_dim_v, W = akvl_rolling_observing(host);
-    float *keys = akvl_new(H * (size_t)tokens, dk * sizeof *keys),
-          *values = akvl_new(H * (size_t)tokens, dv * sizeof *values);
-    float *queries = akvl_latest_queries(host, i);
-    akv_layer layer;
-    akv_diag inner = {.status = AKV_OK};
-    akv_status status = keys && values && queries ? AKV_OK : AKV_E_NO_MEMORY;
-    if (status == AKV_OK) {
-        size_t at = 0;
-        for (uint32_t s = 0; s < take; s++) {
-            const size_t n = (size_t)akvl_info_of(segments[s]).shape.num_tokens;
-            for (size_t h = 0; h < H; h++)
-                akv_segment_decode(segments[s], (uint32_t)h, 0, n, keys + (h * (size_t)tokens + at) * dk,
-                                   values + (h * (size_t)tokens + at) * dv, NULL);
-            at += n;
-        }
-        akvl_describe_layer(l, (int32_t)i, tokens, akvl_info_of(segments[0]).first_position, &layer);
-        layer.keys = akv_tensor_contiguous(keys, AKV_F32, tokens, (uint32_t)dk);
-        layer.values = akv_tensor_contiguous(values, AKV_F32, tokens, (uint32_t)dv);
-        layer.queries = akv_tensor_contiguous(queries, AKV_F32, W, (uint32_t)dk);
-        layer.shape.num_queries = (uint32_t)W;
-        akv_config config = host->rolling.options.config;
-        config.budget_bytes = bytes;
-        config.executor = config.executor ? config.executor : host->options.executor;
-        status = akv_compress(&layer, &config, out, &inner);
-        if (status != AKV_OK)
-            akvl_fail(diag, status, "layer %u, %llu tokens of the conversation: %.400s", i, (unsigned long long)tokens,
-                      inner.message);
-    } else {
-        akvl_fail(diag, status, "no memory for %llu tokens of layer %u", (unsigned long long)tokens, i);
-    }
-    free(keys);
-    free(values);
-    free(queries);
-    return status;
-}
-
 /*
  * What may be compressed in each layer, as parts at the end of the list. *tokens: of a layer; *bytes: what they take
  * now in all layers.
@@ -258,7 +199,10 @@ static akv_status list_new(const akv_llama *host, akvl_parts *list, uint64_t *to
         akv_layer layer;
         akv_plan_info plan;
         akv_diag inner = {.status = AKV_OK};
-        akv_config config = host->rolling.options.config;
+        const int32_t position = akvl_info_of(host->running.lists[i][first]).first_position;
+        akv_experiment experiment;
+        akv_config config;
+        akvl_piece_config(host, i, position, &experiment, &config);
         akvl_describe_layer(&host->tail_graph->layers[i], (int32_t)i, *tokens, 0, &layer);
         layer.shape.num_queries = akvl_rolling_observing(host);
         layer.shape.dtype = AKV_F32;
@@ -276,7 +220,7 @@ static akv_status list_new(const akv_llama *host, akvl_parts *list, uint64_t *to
         const uint64_t codes = (uint64_t)(MOST_CODES * (double)plan.dense_bytes),
                        fixed = plan.bytes.total - plan.bytes.residuals;
         const uint64_t most = fixed + codes < plan.bytes.total ? fixed + codes : plan.bytes.total;
-        akvl_add_part(host, list, i, akvl_info_of(host->running.lists[i][first]).first_position, *tokens,
+        akvl_add_part(host, list, i, position, *tokens,
                       (akvl_part){.own = true, .dense = plan.dense_bytes, .now = most, .least = plan.min_bytes});
     }
     return AKV_OK;
@@ -308,7 +252,7 @@ static akv_status make(akv_llama *host, const akvl_parts *list, making *news, ma
         uint64_t tokens = 0;
         making *m = &news[p->layer];
         m->first = waiting(host, p->layer, &m->take, &tokens);
-        status = compress_segments(host, p->layer, m->first, m->take, tokens, p->target, &m->made, diag);
+        status = akvl_compress_piece(host, p->layer, m->first, m->take, tokens, p->target, &m->made, diag);
     }
     for (size_t k = 0; status == AKV_OK && k + 1 < list->old; k++) {
         const akvl_part *p = &list->parts[k];
@@ -317,7 +261,7 @@ static akv_status make(akv_llama *host, const akvl_parts *list, making *news, ma
         making *m = &merged[p->layer];
         m->first = (uint32_t)(p->at - host->running.lists[p->layer]);
         m->take = 2;
-        status = compress_segments(host, p->layer, m->first, 2, p->tokens + p[1].tokens, p->target + p[1].target,
+        status = akvl_compress_piece(host, p->layer, m->first, 2, p->tokens + p[1].tokens, p->target + p[1].target,
                                    &m->made, diag);
         k++;
     }
@@ -411,7 +355,7 @@ akv_status akvl_roll(akv_llama *host, akv_diag *diag)
 {
     if (!host->rolling.on)
         return AKV_OK;
-    const uint64_t limit = ratio_limit(host);
+    const uint64_t limit = akvl_ratio_limit(host);
     const uint64_t budget = host->rolling.options.budget_bytes ? host->rolling.options.budget_bytes : UINT64_MAX;
     akvl_parts list;
     akv_status status = akvl_list_parts(host, &list, diag);

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * rolling.h - what the two files of rolling compression share: rolling_parts.c says how many bytes each segment gets,
- * rolling.c makes them.
+ * rolling.h - what the three files of rolling compression share: rolling_parts.c says how many bytes each segment gets,
+ * rolling_pieces.c makes one, rolling.c says when.
  */
 #ifndef AKVL_ROLLING_H
 #define AKVL_ROLLING_H
 
 #include "host.h"
+
+#include <anchorkv/akv_experimental.h>
 
 /* What one compressed segment takes, and what it should. */
 typedef struct akvl_part {
@@ -52,5 +54,20 @@ akv_status akvl_shrink_parts(akv_llama *host, const akvl_parts *list, akv_diag *
  * repeated. From malloc, or NULL.
  */
 float *akvl_latest_queries(const akv_llama *host, uint32_t layer);
+
+/* What the conversation may take in all: its share of the ratio, but never less than full_tokens uncompressed. */
+uint64_t akvl_ratio_limit(const akv_llama *host);
+/* Of the layer, with a mean of 1. */
+double akvl_layer_share(const akv_llama *host, uint32_t layer);
+
+/*
+ * How a piece of a layer that begins at first_position is compressed; *out points to *experiment. As the caller of
+ * akv_llama_set_rolling said, if that has an experiment.
+ */
+void akvl_piece_config(const akv_llama *host, uint32_t layer, int64_t first_position, akv_experiment *experiment,
+                       akv_config *out);
+/* Segments [first, first + take) of a layer, one behind the other, with `tokens` in all -> one compressed segment. */
+akv_status akvl_compress_piece(akv_llama *host, uint32_t layer, uint32_t first, uint32_t take, uint64_t tokens,
+                               uint64_t bytes, akv_segment **out, akv_diag *diag);
 
 #endif

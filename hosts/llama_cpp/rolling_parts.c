@@ -16,7 +16,7 @@
 #define MERGE_BELOW 1.6
 
 /* Layers get what akv_llama_set_layer_shares said, brought to a mean of 1. */
-static double layer_share(const akv_llama *host, uint32_t i)
+double akvl_layer_share(const akv_llama *host, uint32_t i)
 {
     double sum = 0.0;
     uint32_t n = 0;
@@ -35,7 +35,7 @@ void akvl_add_part(const akv_llama *host, akvl_parts *list, uint32_t layer, int3
     const double middle = (double)first + 0.5 * (double)tokens;
     p.layer = layer;
     p.tokens = tokens;
-    p.weight = pow((double)host->tail_position - middle + AGE_OFFSET, -AGE_FALL) * layer_share(host, layer);
+    p.weight = pow((double)host->tail_position - middle + AGE_OFFSET, -AGE_FALL) * akvl_layer_share(host, layer);
     list->parts[list->count++] = p;
 }
 
@@ -113,7 +113,7 @@ bool akvl_fit_parts(akvl_parts *list, uint64_t own_room, uint64_t room)
     return fit(list, room, false);
 }
 
-/* Bytes without codes of a segment of both parts' tokens, with bases: what it could not go below later. */
+/* Bytes without codes of a segment of both parts' tokens: what it could not go below later. */
 static uint64_t least_together(const akv_llama *host, const akvl_part *p)
 {
     akv_layer layer;
@@ -122,7 +122,9 @@ static uint64_t least_together(const akv_llama *host, const akvl_part *p)
     layer.shape.num_queries = akvl_rolling_observing(host);
     layer.shape.dtype = AKV_F32;
     akv_plan_info_init(&plan);
-    akv_config config = host->rolling.options.config;
+    akv_experiment experiment;
+    akv_config config;
+    akvl_piece_config(host, p->layer, akvl_info_of(*p->at).first_position, &experiment, &config);
     config.budget_bytes = p->target + p[1].target;
     return akv_plan(&layer.shape, &config, &plan, NULL) == AKV_OK && plan.kind == AKV_SEGMENT_COMPRESSED
                ? plan.bytes.total - plan.bytes.residuals
@@ -181,13 +183,14 @@ static akv_status shrink(const akv_llama *host, const akvl_part *p, const akv_co
 
 akv_status akvl_shrink_parts(akv_llama *host, const akvl_parts *list, akv_diag *diag)
 {
-    akv_config config = host->rolling.options.config;
-    config.executor = config.executor ? config.executor : host->options.executor;
     for (size_t k = 0; k < list->old; k++) {
         const akvl_part *p = &list->parts[k];
         akv_segment *small;
+        akv_experiment experiment;
+        akv_config config;
         if (p->target >= p->now || akvl_is_merged(list, k))
             continue;
+        akvl_piece_config(host, p->layer, akvl_info_of(*p->at).first_position, &experiment, &config);
         const akv_status status = shrink(host, p, &config, &small, diag);
         if (status != AKV_OK)
             return status;

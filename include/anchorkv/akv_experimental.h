@@ -61,7 +61,7 @@ typedef struct akv_experiment {
     double value_boost;         /* factor on the value side's utility */
     double query_mix;           /* share of the even weight in the query weighting of key coordinates, 0..1 */
     double slow_angle;          /* a plane turning less than this over the segment (radians) is coded under the basis */
-    uint32_t basis_cols;        /* most basis directions per head and side */
+    uint32_t basis_cols;        /* most basis directions per head and side; 0: no bases, coordinates as they are */
     uint32_t num_levels;        /* 1..15 */
     uint16_t level_bits[16];    /* bits per residual of each level, rising */
     int uniform_anchors;        /* the free anchors uniformly at random instead of for coverage */

@@ -70,8 +70,9 @@ void akv_ladder_layout(akv_header *h, const akv_experiment *options, uint32_t le
     uint64_t most_anchors = (uint64_t)(ANCHOR_SHARE * (double)budget) / (H * (dk + dv + 4));
     if (anchors > most_anchors)
         anchors = most_anchors < least_anchors ? least_anchors : (uint32_t)most_anchors;
-    bool key_basis = (double)(H * dk * dk) <= BASIS_SHARE * (double)budget;
-    bool value_basis = (double)(H * dv * dv) <= BASIS_SHARE * (double)budget;
+    const bool bases = options->basis_cols > 0;
+    bool key_basis = bases && (double)(H * dk * dk) <= BASIS_SHARE * (double)budget;
+    bool value_basis = bases && (double)(H * dv * dv) <= BASIS_SHARE * (double)budget;
     uint64_t fixed = most_fixed(h, options, anchors, key_basis, value_basis, has_positions);
     if (fixed > budget) {
         key_basis = value_basis = false;

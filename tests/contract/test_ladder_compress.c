@@ -376,6 +376,8 @@ static double run(const spec *s, const akv_experiment *experiment)
     ctx c = {.name = s->name, .in = &f.layer, .options = experiment != NULL ? experiment : &defaults};
     c.h = akv_segment_data(segment, NULL);
     c.view = ref_view_of(c.h);
+    CHECK_MSG(c.options->basis_cols > 0 || (c.h->basis_dim[0] == 0 && c.h->basis_dim[1] == 0), "%s: bases of %u and %u",
+              s->name, c.h->basis_dim[0], c.h->basis_dim[1]);
     if (!CHECK_MSG(c.h->kind == AKV_SEGMENT_COMPRESSED && c.h->coding == AKV_CODING_LADDER, "%s: not compressed", s->name)) {
         akv_segment_release(segment);
         fixture_free(&f);
@@ -496,6 +498,9 @@ static void settings(void)
     run(&s, &e);
     akv_experiment_init_default(&e);
     e.basis_cols = 20;
+    run(&s, &e);
+    akv_experiment_init_default(&e);
+    e.basis_cols = 0;
     run(&s, &e);
     akv_experiment_init_default(&e);
     e.slow_angle = 0;
