@@ -3,8 +3,8 @@
  * compress.c - time and memory of compressing all layers of a cache that lies on the GPU (akv_cuda_compress), several
  * layers in flight, each with a stream, a workspace and pinned host memory of its own.
  *
- * usage: cuda_compress [TOKENS [RATIO [LAYERS [IN_FLIGHT [HEADS [GROUP [DIM [CHECK]]]]]]]]       CHECK 1: compare a
- * layer with the CPU's
+ * usage: cuda_compress [TOKENS [RATIO [LAYERS [IN_FLIGHT [HEADS [GROUP [DIM [CHECK]]]]]]]]       CHECK n: compare a
+ * layer with the CPU's, with n draws of anchors
  */
 #include "made_layer.h"
 
@@ -141,49 +141,60 @@ static void attend(const akv_layer *layer, const akv_segment *segment, const akv
     free(workspace);
 }
 
-static void check(const akv_layer *host, worker *w)
+static double error_of(const float *x, const float *dense, size_t n)
+{
+    double sum = 0, size = 0;
+    for (size_t j = 0; j < n; j++) {
+        sum += ((double)x[j] - dense[j]) * ((double)x[j] - dense[j]);
+        size += (double)dense[j] * dense[j];
+    }
+    return sqrt(sum / size);
+}
+
+static void check(const akv_layer *host, worker *w, int draws)
 {
     const akv_shape *s = &host->shape;
     const size_t n = (size_t)s->num_kv_heads * s->gqa_group * MADE_QUERIES * s->head_dim_v;
-    akv_segment *segments[3] = {NULL, NULL, NULL};
+    akv_segment *dense = NULL;
     akv_diag diag = {AKV_OK, ""};
     akv_threads *threads = NULL;
     akv_config config = w->config;
+    float *exact = malloc(n * sizeof *exact), *out = malloc(n * sizeof *out);
     config.allocator = NULL;
     if (akv_threads_create(16, &threads, &diag) == AKV_OK)
         config.executor = akv_threads_executor(threads);
     w->layer.layer_index = host->layer_index;
     w->layer.keys.data = w->keys[0];
     w->layer.values.data = w->values[0];
-    if (akv_segment_create_dense(host, &config, &segments[0], &diag) != AKV_OK)
+    if (exact == NULL || out == NULL || akv_segment_create_dense(host, &config, &dense, &diag) != AKV_OK)
         exit(1);
-    double start = now_ms();
-    if (akv_compress(host, &config, &segments[1], &diag) != AKV_OK)
-        exit(1);
-    const double cpu_ms = now_ms() - start;
-    if (akv_cuda_compress(&w->layer, NULL, &w->config, w->workspace, w->workspace_bytes, w->stream, &segments[2],
-                          &diag) != AKV_OK)
-        exit(1);
-    float *out[3];
-    double error[3];
-    for (int i = 0; i < 3; i++) {
-        out[i] = malloc(n * sizeof *out[i]);
-        if (out[i] == NULL)
+    attend(host, dense, config.executor, exact);
+    double error[2] = {0, 0}, cpu_ms = 0;
+    for (int i = 0; i < draws; i++) {
+        akv_segment *segment[2] = {NULL, NULL};
+        config.seed = w->config.seed = (uint64_t)i;
+        const double start = now_ms();
+        if (akv_compress(host, &config, &segment[0], &diag) != AKV_OK)
             exit(1);
-        attend(host, segments[i], config.executor, out[i]);
-        double sum = 0, size = 0;
-        for (size_t j = 0; j < n; j++) {
-            sum += ((double)out[i][j] - out[0][j]) * ((double)out[i][j] - out[0][j]);
-            size += (double)out[0][j] * out[0][j];
+        cpu_ms += now_ms() - start;
+        if (akv_cuda_compress(&w->layer, NULL, &w->config, w->workspace, w->workspace_bytes, w->stream, &segment[1],
+                              &diag) != AKV_OK)
+            exit(1);
+        printf("draw %d:", i);
+        for (int j = 0; j < 2; j++) {
+            attend(host, segment[j], config.executor, out);
+            const double e = error_of(out, exact, n);
+            printf(" %s %.5f", j == 0 ? "CPU" : "GPU", e);
+            error[j] += e / draws;
+            akv_segment_release(segment[j]);
         }
-        error[i] = sqrt(sum / size);
+        printf("\n");
     }
-    printf("error of the attention output: %.5f, the CPU's %.5f; a layer on the CPU, 16 threads: %.0f ms\n", error[2],
-           error[1], cpu_ms);
-    for (int i = 0; i < 3; i++) {
-        free(out[i]);
-        akv_segment_release(segments[i]);
-    }
+    printf("error of the attention output: %.5f, the CPU's %.5f; a layer on the CPU, 16 threads: %.0f ms\n", error[1],
+           error[0], cpu_ms / draws);
+    free(exact);
+    free(out);
+    akv_segment_release(dense);
     akv_threads_destroy(threads);
 }
 
@@ -254,7 +265,7 @@ int main(int argc, char **argv)
         (unsigned long long)S, H, G, d, ratio, layers, flight, ms[REPEATS / 2], ms[0], ms[REPEATS - 1],
         ms[REPEATS / 2] / layers, (double)extra / mib, ((double)free_before - (double)free_after) / mib,
         2 * (double)side / mib, (double)w[0].segment_bytes / mib);
-    if (argc > 8 && atoi(argv[8]) != 0)
-        check(&host, &w[0]);
+    if (argc > 8 && atoi(argv[8]) > 0)
+        check(&host, &w[0], atoi(argv[8]));
     return 0;
 }

@@ -33,9 +33,12 @@ static bool before(const akv_gain *a, const akv_gain *b)
     return a->coord != b->coord ? a->coord < b->coord : a->step < b->step;
 }
 
-static void sort_gains(akv_gain *g, uint32_t n)
+static const uint32_t step_bits[3] = {1, 1, 2};
+
+/* Shell sort; nearly sorted lists take little more than a look. */
+static void sort_gains(akv_gain *g, uint32_t n, uint32_t first_gap)
 {
-    for (uint32_t gap = n / 2; gap > 0; gap /= 2) /* shell sort: n is a few hundred */
+    for (uint32_t gap = first_gap; gap > 0; gap /= 2)
         for (uint32_t i = gap; i < n; i++) {
             akv_gain x = g[i];
             uint32_t j = i;
@@ -45,20 +48,41 @@ static void sort_gains(akv_gain *g, uint32_t n)
         }
 }
 
+/*
+ * Gains of all steps of all coordinates, sorted. Those of one step are in the order of the weights, so one sort serves all
+ * three, which are then merged.
+ */
+static void all_gains(const double *w, uint32_t coords, akv_gain *out)
+{
+    akv_gain lists[3][AKV_MAX_HEAD_DIM];
+    uint32_t at[3] = {0, 0, 0};
+    for (uint32_t step = 0; step < 3; step++) {
+        for (uint32_t i = 0; i < coords; i++) {
+            const uint32_t c = step == 0 ? i : lists[0][i].coord;
+            lists[step][i].per_bit =
+                w[c] * (akv_entry_distortion[step] - akv_entry_distortion[step + 1]) / step_bits[step];
+            lists[step][i].coord = c;
+            lists[step][i].step = step;
+        }
+        sort_gains(lists[step], coords, step == 0 ? coords / 2 : 1); /* ties by rounding may differ between steps */
+    }
+    for (uint32_t n = 0; n < 3 * coords; n++) {
+        uint32_t best = 3;
+        for (uint32_t step = 0; step < 3; step++)
+            if (at[step] < coords && (best == 3 || before(&lists[step][at[step]], &lists[best][at[best]])))
+                best = step;
+        out[n] = lists[best][at[best]++];
+    }
+}
+
 void akv_water_fill(const uint16_t *level_bits, uint32_t levels, const double *w, uint32_t coords, double total,
                     uint8_t *entries, uint32_t *bits_of, double *distortion)
 {
-    static const uint32_t step_bits[3] = {1, 1, 2};
     akv_gain gains[3 * AKV_MAX_HEAD_DIM];
     uint8_t entry[AKV_MAX_HEAD_DIM] = {0};
-    uint32_t n = 0, at = 0, bits = 0;
-    for (uint32_t c = 0; c < coords; c++)
-        for (uint32_t step = 0; step < 3; step++) {
-            akv_gain g = {w[c] * (akv_entry_distortion[step] - akv_entry_distortion[step + 1]) / step_bits[step], c,
-                          step};
-            gains[n++] = g;
-        }
-    sort_gains(gains, n);
+    const uint32_t n = 3 * coords;
+    uint32_t at = 0, bits = 0;
+    all_gains(w, coords, gains);
     distortion[0] = 1.0;
     for (uint32_t l = 0; l < levels; l++) {
         while (at < n && gains[at].per_bit > 0.0 && bits + step_bits[gains[at].step] <= level_bits[l]) {

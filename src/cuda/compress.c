@@ -10,18 +10,42 @@
 
 #define LEAST_SHARED 180000 /* bytes of shared memory that the largest block needs: sm_90 and newer have them */
 
-/* Everything on the device in one buffer; with base NULL only counted. */
-static void carve(akv_comp *c, akv_arena *arena, uint64_t blob_bytes)
+/*
+ * Everything on the device in one buffer; with base NULL only counted. What is of use early and what is of use late share
+ * their memory where they are large.
+ */
+static void carve(akv_comp *c, akv_arena *arena)
 {
     const uint64_t H = c->H, S = c->S, D = AKV_COMP_MAX_DIM, rows = c->rows, k = c->k;
-    c->blob = AKV_TAKE(arena, uint8_t, blob_bytes);
+    size_t begin = arena->used, end = 0;
+#define AGAIN (end = end > arena->used ? end : arena->used, arena->used = begin)
+#define DONE (arena->used = end > arena->used ? end : arena->used)
+    c->stat_part = AKV_TAKE(arena, double, 2 * H * c->stat_chunks * 2 * D); /* first looks */
+    AGAIN;
+    c->part_max = AKV_TAKE(arena, float, H * c->num_parts * rows); /* observation */
+    c->part_sum = AKV_TAKE(arena, float, H * c->num_parts * rows);
+    c->part_out = AKV_TAKE(arena, float, H * c->num_parts * rows * D);
+    AGAIN;
+    for (int side = 0; side < AKV_SIDES; side++) { /* projection and bases */
+        c->moment_part[side] = AKV_TAKE(arena, float, H * c->num_ranges * D * D);
+        c->direction[side] = c->moment_part[side];
+    }
+    AGAIN;
+    c->codes = AKV_TAKE(arena, uint8_t, c->code_bytes);
+    DONE;
+    begin = arena->used;
+    c->phase = (float2 *)akv_arena_take(arena, S * c->planes, 8); /* up to the projection */
+    AGAIN;
+    c->rotation = (float2 *)akv_arena_take(arena, 2 * H * AKV_COMP_ROUNDS * (D / 2), 8);
+    DONE;
+#undef AGAIN
+#undef DONE
+    c->blob = AKV_TAKE(arena, uint8_t, c->blob_bytes);
     c->found = AKV_TAKE(arena, akv_comp_found, 1);
-    c->phase = (float2 *)akv_arena_take(arena, S * c->planes, 8);
     c->inv_freq = AKV_TAKE(arena, double, D / 2);
     c->order = AKV_TAKE(arena, uint16_t, 2 * D);
     c->positions = AKV_TAKE(arena, int32_t, c->positions != NULL ? S : 0);
     c->sampled_positions = AKV_TAKE(arena, int32_t, c->num_sampled);
-    c->stat_part = AKV_TAKE(arena, double, 2 * H * c->stat_chunks * 2 * D);
     c->deviation = AKV_TAKE(arena, float, H *S);
     c->value_sq = AKV_TAKE(arena, float, H *S);
     c->query = AKV_TAKE(arena, float, H *rows *D);
@@ -30,26 +54,20 @@ static void carve(akv_comp *c, akv_arena *arena, uint64_t blob_bytes)
     c->row_sq = AKV_TAKE(arena, float, H *rows);
     c->query_sq = AKV_TAKE(arena, double, H);
     c->late = AKV_TAKE(arena, float, H *D * c->late_rows);
-    c->part_max = AKV_TAKE(arena, float, H * c->num_ranges * rows);
-    c->part_sum = AKV_TAKE(arena, float, H * c->num_ranges * rows);
-    c->part_out = AKV_TAKE(arena, float, H * c->num_ranges * rows * D);
     c->max = AKV_TAKE(arena, float, H *rows);
     c->inverse = AKV_TAKE(arena, float, H *rows);
     c->output_sq = AKV_TAKE(arena, float, H *rows);
-    c->output = AKV_TAKE(arena, float, H *rows *D);
-    c->score = AKV_TAKE(arena, float, H *S);
-    c->pooled = AKV_TAKE(arena, float, H *S);
     c->mask = AKV_TAKE(arena, uint8_t, H * S);
     c->given = AKV_TAKE(arena, uint32_t, H * k);
     c->cover = AKV_TAKE(arena, akv_comp_cover, H);
-    c->cumulated = AKV_TAKE(arena, double, H * 8 * c->cover_tiles);
+    c->cumulated = AKV_TAKE(arena, double, H * AKV_COMP_GROUPS * c->cover_tiles);
     c->own = AKV_TAKE(arena, uint16_t, H * S);
     c->fixed = AKV_TAKE(arena, uint8_t, H * k);
     c->anchor_token = AKV_TAKE(arena, uint32_t, H * k);
     c->sums = AKV_TAKE(arena, double, 4 * H * c->blocks + 1);
+    c->num_rounds = AKV_TAKE(arena, uint32_t, 2 * H);
     c->levels = AKV_TAKE(arena, akv_comp_levels, H * 2);
-    c->lambda = AKV_TAKE(arena, double, 1);
-    c->places = AKV_TAKE(arena, uint16_t, 3 * 2 * H * c->blocks * c->num_levels);
+    c->bisection = AKV_TAKE(arena, akv_comp_bisection, 1);
     c->block_bytes = AKV_TAKE(arena, uint32_t, H * c->blocks * 2);
     double *weights = AKV_TAKE(arena, double, 2 * H * (D + 1)); /* of both sides: one copy */
     for (int side = 0; side < AKV_SIDES; side++) {
@@ -64,16 +82,19 @@ static void carve(akv_comp *c, akv_arena *arena, uint64_t blob_bytes)
         c->unit16[side] = AKV_TAKE(arena, uint16_t, H * c->k_rows * c->pad[side]);
         c->anchor_sq[side] = AKV_TAKE(arena, float, H *k);
         c->nearest[side] = AKV_TAKE(arena, uint16_t, H * S);
-        c->cosine[side] = AKV_TAKE(arena, float, H *S);
+        c->first_member[side] = AKV_TAKE(arena, uint32_t, H * (k + 1));
         c->coeff[side] = AKV_TAKE(arena, int8_t, H * S);
-        c->moment_part[side] = AKV_TAKE(arena, float, H * c->num_ranges * D * D);
+        c->eigenvalue[side] = AKV_TAKE(arena, float, H *D);
         c->moment[side] = AKV_TAKE(arena, float, H *D *D);
         c->rank[side] = AKV_TAKE(arena, float, H *S);
+        c->cosine[side] = c->rank[side]; /* until utilities are found */
         c->sorted[side] = AKV_TAKE(arena, float, H *S);
         c->basis[side] = AKV_TAKE(arena, float, H *D *D);
         c->sigma[side] = AKV_TAKE(arena, float, H *D);
         c->level[side] = AKV_TAKE(arena, uint8_t, H * S);
     }
+    c->score = c->sorted[0]; /* until anchors are chosen */
+    c->pooled = c->sorted[1];
 }
 
 static akv_comp_source source_of(const akv_tensor *t, uint32_t dim, int64_t stride_page)
@@ -127,6 +148,8 @@ static void describe(akv_comp *c, const akv_layer *layer, const akv_cuda_pages *
     c->positions = p->shape.has_positions ? layer->positions : NULL;
     c->range_tokens = akv_round_up(akv_div_up(c->S, AKV_COMP_RANGES), AKV_COMP_TILE);
     c->num_ranges = (uint32_t)akv_div_up(c->S, c->range_tokens);
+    c->part_tokens = akv_round_up(akv_div_up(c->S, AKV_COMP_PARTS), AKV_COMP_TILE);
+    c->num_parts = (uint32_t)akv_div_up(c->S, c->part_tokens);
     c->stat_chunks = (uint32_t)akv_div_up(c->S, 256);
     /*
      * Long contexts: anchors for coverage are drawn from every second or fourth tile only; the centroids that they
@@ -140,8 +163,10 @@ static void describe(akv_comp *c, const akv_layer *layer, const akv_cuda_pages *
         (uint64_t)(c->cover_tiles - 1) * AKV_COMP_COVER_TILE +
         (c->earlier - last_tile < AKV_COMP_COVER_TILE ? c->earlier - last_tile : AKV_COMP_COVER_TILE);
     c->blocks = (uint32_t)akv_div_up(c->S, AKV_BLOCK_TOKENS);
-    c->judge_stride = (uint32_t)akv_div_up(covered, AKV_COMP_JUDGES);
-    c->judges = (uint32_t)akv_div_up(covered, c->judge_stride);
+    const uint64_t most_judges = c->S >= 16384 ? AKV_COMP_JUDGES / 2 : AKV_COMP_JUDGES; /* other ones every round */
+    c->judge_stride = (uint32_t)akv_div_up(covered, most_judges);
+    c->judges = (uint32_t)(covered / c->judge_stride);
+    c->judge_rows = (uint32_t)akv_round_up(c->judges, 128);
     /* anchors.c: the most attended, the sinks among them in any case */
     const uint64_t free_anchors = c->k - c->W;
     uint64_t top = x->no_random_anchors ? free_anchors : (uint64_t)(x->rho * (double)free_anchors);
@@ -158,17 +183,18 @@ static void describe(akv_comp *c, const akv_layer *layer, const akv_cuda_pages *
     c->pool_width = x->pool_width;
     c->pooled_tokens = x->pool_tokens;
     c->decay = x->pool_tokens > 0 ? 1.0f - 1.0f / (float)x->pool_tokens : 0.0f;
-    c->decay64 = 1.0f;
-    for (uint32_t i = 0; i < AKV_COMP_SPREAD_BEFORE; i++)
-        c->decay64 *= c->decay;
     c->pool_weight = (float)x->pool_weight;
     c->incoherent = (float)x->incoherent;
     c->query_mix = x->query_mix;
     c->floor = x->floor;
     c->value_boost = x->value_boost;
     c->code_bytes = h->code_bytes;
+    /* The segment without its codes, which have a place of their own. */
+    const akv_section *codes = &h->sections[AKV_SEC_CODES];
+    const uint64_t out = akv_round_up(codes->bytes, AKV_ALIGN);
+    c->blob_bytes = h->total_bytes - out;
     for (int i = 0; i < AKV_SEC_COUNT; i++)
-        c->section[i] = h->sections[i].offset;
+        c->section[i] = h->sections[i].offset - (h->sections[i].offset > codes->offset ? out : 0);
 }
 
 static akv_status plan(const akv_layer *layer, const akv_cuda_pages *pages, const akv_config *config,
@@ -218,7 +244,7 @@ akv_status akv_cuda_compress_workspace_bytes(const akv_layer *layer, const akv_c
     AKV_TRY(plan(layer, NULL, config, &p, &c, diag));
     akv_arena arena;
     memset(&arena, 0, sizeof arena);
-    carve(&c, &arena, p.header.total_bytes);
+    carve(&c, &arena);
     if (arena.overflow)
         return akv_fail(diag, AKV_E_NO_MEMORY, "the workspace of this shape does not fit into memory");
     *bytes = (size_t)akv_round_up(arena.used, AKV_CUDA_ALIGN);
@@ -326,7 +352,6 @@ static akv_status send(const akv_comp *c, const akv_layer *layer, const akv_comp
     for (uint32_t head = 0; head < c->H; head++) {
         memset(&cover[head], 0, sizeof cover[head]);
         cover[head].rng = akv_rng_stream(p->header.seed, AKV_RNG_ANCHORS, head).state;
-        cover[head].need = c->k - c->num_given;
     }
     const struct {
         const void *to, *from;
@@ -342,15 +367,14 @@ static akv_status send(const akv_comp *c, const akv_layer *layer, const akv_comp
             AKV_CUDA_TRY(cudaMemcpyAsync((void *)(uintptr_t)copies[i].to, copies[i].from, copies[i].bytes,
                                          cudaMemcpyHostToDevice, stream),
                          "sending the layer's description");
-    AKV_CUDA_TRY(cudaMemsetAsync(c->blob, 0, p->header.total_bytes, stream), "clearing the segment");
+    AKV_CUDA_TRY(cudaMemsetAsync(c->blob, 0, c->blob_bytes, stream), "clearing the segment");
     return AKV_OK;
 }
 
-static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_compress_planned *p, akv_comp_host *host,
-                      double *weights, akv_comp_levels *levels, akv_comp_cover *cover, cudaStream_t stream,
-                      akv_segment *segment, akv_diag *diag)
+static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_config *config, const akv_compress_planned *p,
+                      akv_comp_host *host, double *weights, akv_comp_levels *levels, akv_comp_cover *cover,
+                      cudaStream_t stream, akv_segment **segment, akv_diag *diag)
 {
-    uint8_t *blob = (uint8_t *)segment + AKV_SEGMENT_OBJECT_BYTES;
     AKV_TRY(send(c, layer, p, host, cover, stream, diag));
     AKV_CUDA_TRY(akv_comp_rows(c, stream), "starting the statistics");
     AKV_CUDA_TRY(akv_comp_observe(c, stream), "starting the observation");
@@ -363,6 +387,10 @@ static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_compr
                  "fetching the spectra");
     AKV_CUDA_TRY(cudaMemcpyAsync(&host->found, c->found, sizeof host->found, cudaMemcpyDeviceToHost, stream),
                  "fetching the spectra");
+    *segment = akv_compress_begin(layer, config, &p->header, diag); /* cleared by the host while the device works */
+    if (*segment == NULL)
+        return AKV_E_NO_MEMORY;
+    uint8_t *blob = (uint8_t *)*segment + AKV_SEGMENT_OBJECT_BYTES;
     AKV_CUDA_TRY(cudaStreamSynchronize(stream), "compressing up to the spectra");
     AKV_TRY(check_finite(c, layer, &host->found, diag));
 
@@ -370,6 +398,7 @@ static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_compr
     AKV_CUDA_TRY(cudaMemcpyAsync(c->levels, levels, (size_t)c->H * 2 * sizeof *levels, cudaMemcpyHostToDevice, stream),
                  "sending the tables");
     AKV_CUDA_TRY(akv_comp_levels_of(c, stream), "starting the levels");
+    AKV_CUDA_TRY(cudaMemsetAsync(c->codes, 0, c->code_bytes, stream), "clearing the codes");
     AKV_CUDA_TRY(akv_comp_code(c, stream), "starting the codes");
     AKV_CUDA_TRY(cudaMemcpyAsync(&host->found, c->found, sizeof host->found, cudaMemcpyDeviceToHost, stream),
                  "fetching the counts");
@@ -379,9 +408,9 @@ static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_compr
         const bool here = i == AKV_SEC_INV_FREQ || i == AKV_SEC_POSITIONS || i == AKV_SEC_COORDS ||
                           i == AKV_SEC_TABLES || i == AKV_SEC_TABLES + 1;
         if (s->bytes > 0 && !here)
-            AKV_CUDA_TRY(
-                cudaMemcpyAsync(blob + s->offset, c->blob + s->offset, s->bytes, cudaMemcpyDeviceToHost, stream),
-                "fetching the segment");
+            AKV_CUDA_TRY(cudaMemcpyAsync(blob + s->offset, i == AKV_SEC_CODES ? c->codes : c->blob + c->section[i], s->bytes,
+                                         cudaMemcpyDeviceToHost, stream),
+                         "fetching the segment");
     }
     AKV_CUDA_TRY(cudaStreamSynchronize(stream), "compressing");
     akv_header *h = (akv_header *)(void *)blob;
@@ -404,7 +433,7 @@ akv_status akv_cuda_compress(const akv_layer *layer, const akv_cuda_pages *pages
     akv_arena arena;
     memset(&arena, 0, sizeof arena);
     arena.base = workspace;
-    carve(&c, &arena, p.header.total_bytes);
+    carve(&c, &arena);
     if (!p.shape.has_positions)
         c.positions = NULL;
     if (arena.overflow || arena.used > workspace_bytes)
@@ -413,9 +442,7 @@ akv_status akv_cuda_compress(const akv_layer *layer, const akv_cuda_pages *pages
                         workspace_bytes, (size_t)akv_round_up(arena.used, AKV_CUDA_ALIGN));
     AKV_TRY(check_device(layer, pages, workspace, diag));
 
-    akv_segment *segment = akv_compress_begin(layer, config, &p.header, diag);
-    if (segment == NULL)
-        return AKV_E_NO_MEMORY;
+    akv_segment *segment = NULL;
     /* Host memory of the small copies: from the caller's allocator too, so that it may be pinned. */
     const size_t weight_bytes = (size_t)2 * c.H * (AKV_COMP_MAX_DIM + 1) * sizeof(double);
     akv_arena small;
@@ -438,7 +465,7 @@ akv_status akv_cuda_compress(const akv_layer *layer, const akv_cuda_pages *pages
     }
     akv_status status = small.base == NULL
                             ? akv_fail(diag, AKV_E_NO_MEMORY, "no memory for %zu bytes of scratch", small.used)
-                            : run(&c, layer, &p, host, weights, levels, cover, stream, segment, diag);
+                            : run(&c, layer, config, &p, host, weights, levels, cover, stream, &segment, diag);
     if (status != AKV_OK && small.base != NULL)
         (void)cudaStreamSynchronize(stream); /* copies may still be on their way into this memory */
     if (small.base != NULL)

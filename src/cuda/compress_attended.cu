@@ -57,25 +57,40 @@ static __global__ void __launch_bounds__(HEAD_THREADS) take_attended(COMP_ARG)
     }
     __syncthreads();
     const uint32_t threshold = prefix, ties = left;
+    const uint32_t lane = threadIdx.x % 32, before = (1u << lane) - 1;
+    const auto key_of = [&](uint64_t t) {
+        return t < c.earlier && pooled[t] > 0.0f ? __float_as_uint(pooled[t]) : 0u;
+    };
     uint64_t begin, end;
-    comp_share_of(c.S, &begin, &end);
-    uint32_t equal = 0, count = 0, total;
-    for (uint64_t t = begin; t < end && t < c.earlier; t++)
-        equal += (pooled[t] > 0.0f ? __float_as_uint(pooled[t]) : 0u) == threshold;
-    uint32_t rank = comp_block_scan(equal, shared, &total);
-    for (uint64_t t = begin; t < end; t++) {
-        bool taken = t >= c.earlier;
-        if (!taken && c.top > 0) {
-            const uint32_t key = pooled[t] > 0.0f ? __float_as_uint(pooled[t]) : 0u;
-            taken = key > threshold || (key == threshold && rank++ < ties);
-        }
-        mask[t] = taken ? 3 : 0;
-        count += taken;
+    comp_warp_share_of(c.S, &begin, &end);
+    uint32_t equal = 0, count = 0, total; /* of the warp */
+#pragma unroll 4
+    for (uint64_t t0 = begin; t0 < end; t0 += 32)
+        equal += __popc(__ballot_sync(0xffffffffu, t0 + lane < c.earlier && key_of(t0 + lane) == threshold));
+    uint32_t rank = comp_block_scan(lane == 0 ? equal : 0, shared, &total);
+    rank = __shfl_sync(0xffffffffu, rank, 0);
+#pragma unroll 4
+    for (uint64_t t0 = begin; t0 < end; t0 += 32) {
+        const uint64_t t = t0 + lane;
+        const bool is_equal = t < c.earlier && key_of(t) == threshold;
+        const uint32_t equals = __ballot_sync(0xffffffffu, is_equal);
+        const bool taken = t < end && (t >= c.earlier || (c.top > 0 && (key_of(t) > threshold ||
+                                                                        (is_equal && rank + __popc(equals & before) < ties))));
+        rank += __popc(equals);
+        if (t < end)
+            mask[t] = taken ? 3 : 0;
+        count += __popc(__ballot_sync(0xffffffffu, taken));
     }
-    uint32_t at = comp_block_scan(count, shared, &total);
-    for (uint64_t t = begin; t < end; t++)
-        if (mask[t])
-            c.given[(size_t)head * c.k + at++] = (uint32_t)t;
+    uint32_t at = comp_block_scan(lane == 0 ? count : 0, shared, &total);
+    at = __shfl_sync(0xffffffffu, at, 0);
+    if (count > 0)
+        for (uint64_t t0 = begin; t0 < end; t0 += 32) {
+            const bool taken = t0 + lane < end && mask[t0 + lane] != 0;
+            const uint32_t votes = __ballot_sync(0xffffffffu, taken);
+            if (taken)
+                c.given[(size_t)head * c.k + at + __popc(votes & before)] = (uint32_t)(t0 + lane);
+            at += __popc(votes);
+        }
 }
 
 /* Anchors' numbers, ascending by token. Block = head. */
@@ -84,20 +99,27 @@ static __global__ void __launch_bounds__(HEAD_THREADS) number(COMP_ARG)
     __shared__ uint32_t shared[33];
     const uint32_t head = blockIdx.x;
     const uint8_t *mask = c.mask + head * c.S;
+    const uint32_t lane = threadIdx.x % 32;
     uint64_t begin, end;
     uint32_t count = 0, total;
-    comp_share_of(c.S, &begin, &end);
-    for (uint64_t t = begin; t < end; t++)
-        count += mask[t] != 0;
-    uint32_t at = comp_block_scan(count, shared, &total);
-    for (uint64_t t = begin; t < end; t++) {
-        uint16_t own = 0;
-        if (mask[t]) {
-            c.anchor_token[(size_t)head * c.k + at] = (uint32_t)t;
-            c.fixed[(size_t)head * c.k + at] = mask[t] == 3;
-            own = (uint16_t)(++at);
+    comp_warp_share_of(c.S, &begin, &end);
+#pragma unroll 4
+    for (uint64_t t0 = begin; t0 < end; t0 += 32)
+        count += __popc(__ballot_sync(0xffffffffu, t0 + lane < end && mask[t0 + lane] != 0));
+    uint32_t at = comp_block_scan(lane == 0 ? count : 0, shared, &total);
+    at = __shfl_sync(0xffffffffu, at, 0);
+#pragma unroll 4
+    for (uint64_t t0 = begin; t0 < end; t0 += 32) {
+        const uint64_t t = t0 + lane;
+        const uint32_t kind = t < end ? mask[t] : 0, votes = __ballot_sync(0xffffffffu, kind != 0),
+                       number = at + __popc(votes & ((1u << lane) - 1));
+        if (kind != 0) {
+            c.anchor_token[(size_t)head * c.k + number] = (uint32_t)t;
+            c.fixed[(size_t)head * c.k + number] = kind == 3;
         }
-        c.own[head * c.S + t] = own;
+        if (t < end)
+            c.own[head * c.S + t] = kind != 0 ? (uint16_t)(number + 1) : 0;
+        at += __popc(votes);
     }
 }
 

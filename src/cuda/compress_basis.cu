@@ -1,16 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * compress_basis.cu - the transform of each head and side (src/codec/basis.c): eigenvectors of the residuals' second
- * moments by parallel Jacobi rotations, one block a matrix, in shared memory; directions in 8 bits; variances and
- * weights, from which the host fills the tables.
+ * moments by parallel Jacobi rotations, one block a matrix, in shared memory, and the directions that they turn; those in
+ * 8 bits; variances and weights, from which the host fills the tables.
  */
 #include "cuda/compress_device.cuh"
 
 #define THREADS 1024
 #define DIM AKV_COMP_MAX_DIM
 #define STRIDE (DIM + 1)
-#define MOST_SWEEPS 12
-#define OFF_DIAGONAL 1e-9f /* of the squared norm: where rotations stop */
+static_assert(AKV_COMP_ROUNDS % 8 == 0 && AKV_COMP_ROUNDS >= 12 * (DIM - 1), "room for all rotations");
+#define MOST_SWEEPS 12u
+/*
+ * Of the squared norm: where rotations stop. Directions are orthogonal at any time; what is left beside the diagonal costs
+ * a thousandth of the bits that the transform saves.
+ */
+#define OFF_DIAGONAL 1e-6
 
 /* Mean second moments in basis order: block (row, head, side). */
 static __global__ void __launch_bounds__(DIM) mean_moments(COMP_ARG)
@@ -36,96 +41,186 @@ static __global__ void __launch_bounds__(DIM) mean_moments(COMP_ARG)
     *out = sum > 1e37 ? 1e37f : sum < -1e37 ? -1e37f : sum == sum ? (float)sum : 0.0f;
 }
 
-struct Shared {
-    float a[DIM * STRIDE], v[DIM * STRIDE];
-    float cosine[DIM / 2], sine[DIM / 2];
-    uint32_t first[DIM / 2], second[DIM / 2];
-    double score[DIM], query[DIM];
-    uint32_t by_score[DIM];
+struct Matrix {
+    float a[DIM * STRIDE]; /* above the diagonal and on it */
+    float4 pair[DIM / 2];  /* the two indices, cosine and sine */
     double sums[33];
     float most[33];
 };
 
-/* Pair i of round r of a tournament of n players. */
+/* Pair i of round r < n - 1 of a tournament of n players. */
 static __device__ __forceinline__ void pair_of(uint32_t n, uint32_t r, uint32_t i, uint32_t *p, uint32_t *q)
 {
-    *p = i == 0 ? n - 1 : (r + i) % (n - 1);
-    *q = i == 0 ? r : (r + n - 1 - i) % (n - 1);
+    const uint32_t x = r + i, y = r + n - 1 - i;
+    *p = i == 0 ? n - 1 : x >= n - 1 ? x - (n - 1) : x;
+    *q = i == 0 ? r : y >= n - 1 ? y - (n - 1) : y;
 }
 
-/* Eigenvectors of s.a [n, n], n even, as rows of s.v; eigenvalues on the diagonal. */
-static __device__ void rotate(Shared &s, uint32_t n)
+static __device__ __forceinline__ uint32_t above(uint32_t i, uint32_t j)
 {
-    const uint32_t pairs = n / 2, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    for (uint32_t sweep = 0; sweep < MOST_SWEEPS; sweep++) {
-        double off = 0, all = 0;
+    return min(i, j) * STRIDE + max(i, j);
+}
+
+/* Cosine and sine that bring a_pq to 0. */
+static __device__ __forceinline__ float2 rotation_of(float pp, float qq, float pq)
+{
+    if (!(fabsf(pq) > 1e-30f))
+        return make_float2(1, 0);
+    const float theta = (qq - pp) / (2.0f * pq);
+    const float t = (theta >= 0.0f ? 1.0f : -1.0f) / (fabsf(theta) + sqrtf(theta * theta + 1.0f));
+    float cosine = rsqrtf(t * t + 1.0f);
+    cosine = cosine * (1.5f - 0.5f * (t * t + 1.0f) * cosine * cosine); /* to the last bit: thousands follow */
+    return make_float2(cosine, t * cosine);
+}
+
+/* Pairs `one` and `two` of the round, one <= two. */
+static __device__ __forceinline__ void rotate(Matrix &s, uint32_t one, uint32_t two)
+{
+    const float4 x = s.pair[one], y = s.pair[two];
+    const uint32_t p1 = __float_as_uint(x.x), q1 = __float_as_uint(x.y), p2 = __float_as_uint(y.x),
+                   q2 = __float_as_uint(y.y);
+    const uint32_t pp = above(p1, p2), pq = above(p1, q2), qp = above(q1, p2), qq = above(q1, q2);
+    const float a = s.a[pp], b = s.a[pq], e = s.a[qp], d = s.a[qq];
+    const float a1 = x.z * a - x.w * e, e1 = x.w * a + x.z * e, b1 = x.z * b - x.w * d, d1 = x.w * b + x.z * d;
+    s.a[pp] = y.z * a1 - y.w * b1;
+    s.a[qq] = y.w * e1 + y.z * d1;
+    if (one == two) {
+        s.a[pq] = 0.0f;
+    } else {
+        s.a[pq] = y.w * a1 + y.z * b1;
+        s.a[qp] = y.z * e1 - y.w * d1;
+    }
+}
+
+/*
+ * Eigenvalues of the mean moments, block (head, side), and the rotations on the way. The directions are turned by
+ * turn_directions, which has all processors; this one has work for a few, and lets the utilities run beside it.
+ */
+static __global__ void __launch_bounds__(THREADS) diagonalise(COMP_ARG)
+{
+    extern __shared__ float4 memory[];
+    Matrix &s = *(Matrix *)memory;
+    const uint32_t head = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int side = (int)blockIdx.y;
+    const uint32_t n = c.under[side], pairs = n / 2;
+    const float *moment = c.moment[side] + (size_t)head * DIM * DIM;
+    float2 *rotation = c.rotation + ((size_t)side * c.H + head) * AKV_COMP_ROUNDS * (DIM / 2);
+    float *value = c.eigenvalue[side] + (size_t)head * DIM, most = 0;
+    akv_let_next_start();
+    for (uint32_t i = threadIdx.x; i < n * n; i += THREADS)
+        most = fmaxf(most, fabsf(moment[i / n * DIM + i % n]));
+    most = akv_warp_max(most);
+    if (lane == 0)
+        s.most[warp] = most;
+    __syncthreads();
+    most = akv_warp_max(s.most[lane]);
+    const float down = most > 1e-30f ? 1.0f / most : 0.0f; /* so that no square overflows */
+    for (uint32_t i = threadIdx.x; i < n * n; i += THREADS)
+        if (i / n <= i % n)
+            s.a[i / n * STRIDE + i % n] = moment[i / n * DIM + i % n] * down;
+    __syncthreads();
+    uint32_t rounds = 0;
+    for (uint32_t sweep = 0; sweep < MOST_SWEEPS && n > 0; sweep++) {
+        double off = 0, on = 0;
         for (uint32_t i = threadIdx.x; i < n * n; i += THREADS) {
-            const float x = s.a[i / n * STRIDE + i % n];
-            all += (double)x * x;
-            off += i / n != i % n ? (double)x * x : 0.0;
+            const double x = i / n <= i % n ? s.a[i / n * STRIDE + i % n] : 0.0f;
+            on += i / n == i % n ? x * x : 0.0;
+            off += i / n != i % n ? x * x : 0.0;
         }
-        all = comp_block_sum(all, s.sums);
-        off = comp_block_sum(off, s.sums);
-        if (!(off > OFF_DIAGONAL * all))
-            return;
+        off = 2 * comp_block_sum(off, s.sums);
+        on = comp_block_sum(on, s.sums);
+        if (!(off > OFF_DIAGONAL * (on + off)))
+            break;
         for (uint32_t round = 0; round < n - 1; round++) {
             if (threadIdx.x < pairs) {
                 uint32_t p, q;
                 pair_of(n, round, threadIdx.x, &p, &q);
-                const float pp = s.a[p * STRIDE + p], qq = s.a[q * STRIDE + q], pq = s.a[p * STRIDE + q];
-                float cosine = 1, sine = 0;
-                if (fabsf(pq) > 1e-30f) {
-                    const float theta = (qq - pp) / (2.0f * pq);
-                    const float t = (theta >= 0.0f ? 1.0f : -1.0f) / (fabsf(theta) + sqrtf(theta * theta + 1.0f));
-                    cosine = rsqrtf(t * t + 1.0f);
-                    cosine = cosine *
-                             (1.5f - 0.5f * (t * t + 1.0f) * cosine * cosine); /* to the last bit: thousands follow */
-                    sine = t * cosine;
-                }
-                s.first[threadIdx.x] = p;
-                s.second[threadIdx.x] = q;
-                s.cosine[threadIdx.x] = cosine;
-                s.sine[threadIdx.x] = sine;
+                const float2 turn = rotation_of(s.a[p * STRIDE + p], s.a[q * STRIDE + q], s.a[above(p, q)]);
+                s.pair[threadIdx.x] = make_float4(__uint_as_float(p), __uint_as_float(q), turn.x, turn.y);
+                rotation[(size_t)(rounds + round) * (DIM / 2) + threadIdx.x] = turn;
             }
             __syncthreads();
             /* Warp w turns pairs w and pairs - 1 - w against those after them: all warps as much. */
-            for (uint32_t turn = 0; turn < 2; turn++) {
-                const uint32_t one = turn == 0 ? warp : pairs - 1 - warp;
-                if (one >= pairs || (turn == 1 && one <= warp) || (turn == 0 && one > pairs - 1 - one))
-                    continue;
-                const uint32_t p1 = s.first[one], q1 = s.second[one];
-                const float c1 = s.cosine[one], s1 = s.sine[one];
-                for (uint32_t two = one + lane; two < pairs; two += 32) {
-                    const uint32_t p2 = s.first[two], q2 = s.second[two];
-                    const float c2 = s.cosine[two], s2 = s.sine[two];
-                    const float a = s.a[p1 * STRIDE + p2], b = s.a[p1 * STRIDE + q2], e = s.a[q1 * STRIDE + p2],
-                                d = s.a[q1 * STRIDE + q2];
-                    const float a1 = c1 * a - s1 * e, e1 = s1 * a + c1 * e, b1 = c1 * b - s1 * d, d1 = s1 * b + c1 * d;
-                    const float a2 = c2 * a1 - s2 * b1, b2 = s2 * a1 + c2 * b1, e2 = c2 * e1 - s2 * d1,
-                                d2 = s2 * e1 + c2 * d1;
-                    s.a[p1 * STRIDE + p2] = s.a[p2 * STRIDE + p1] = a2;
-                    if (one == two) {
-                        s.a[p1 * STRIDE + q1] = s.a[q1 * STRIDE + p1] = 0.0f;
-                    } else {
-                        s.a[p1 * STRIDE + q2] = s.a[q2 * STRIDE + p1] = b2;
-                        s.a[q1 * STRIDE + p2] = s.a[p2 * STRIDE + q1] = e2;
-                    }
-                    s.a[q1 * STRIDE + q2] = s.a[q2 * STRIDE + q1] = d2;
-                }
-            }
-            for (uint32_t one = warp; one < pairs; one += THREADS / 32) {
-                float *p = s.v + s.first[one] * STRIDE, *q = s.v + s.second[one] * STRIDE;
-                const float c1 = s.cosine[one], s1 = s.sine[one];
-                for (uint32_t d = lane; d < n; d += 32) {
-                    const float x = p[d], y = q[d];
-                    p[d] = c1 * x - s1 * y;
-                    q[d] = s1 * x + c1 * y;
-                }
+            for (uint32_t w = warp; w < (pairs + 1) / 2; w += THREADS / 32) {
+                const uint32_t first = pairs - w, all = w == pairs - 1 - w ? first : pairs + 1;
+#pragma unroll 3
+                for (uint32_t i = lane; i < all; i += 32)
+                    rotate(s, i < first ? w : pairs - 1 - w, i < first ? w + i : i - 1);
             }
             __syncthreads();
         }
+        rounds += n - 1;
     }
+    if (threadIdx.x < n)
+        value[threadIdx.x] = s.a[threadIdx.x * STRIDE + threadIdx.x] * most;
+    if (threadIdx.x == 0)
+        c.num_rounds[side * c.H + head] = rounds;
 }
+
+#define COLUMNS 16u /* of a block: two a warp */
+#define AHEAD 8u    /* rounds whose rotations are fetched at once */
+
+/* The same rotations of the unit matrix's rows, which become the directions: block (16 columns, head, side). */
+static __global__ void __launch_bounds__(COLUMNS / 2 * 32) turn_directions(COMP_ARG)
+{
+    __shared__ __align__(16) float2 rotation[2][AHEAD][DIM / 2];
+    __shared__ float v[COLUMNS][DIM];
+    const uint32_t head = blockIdx.y, lane = threadIdx.x % 32, column = threadIdx.x / 32 * 2;
+    const int side = (int)blockIdx.z;
+    const uint32_t n = c.under[side], pairs = n / 2, first = blockIdx.x * COLUMNS,
+                   rounds = c.num_rounds[side * c.H + head];
+    const float2 *from = c.rotation + ((size_t)side * c.H + head) * AKV_COMP_ROUNDS * (DIM / 2);
+    static_assert(sizeof rotation[0] == 16 * COLUMNS / 2 * 32, "16 bytes a thread");
+    const auto fetch = [&](uint32_t round) { /* the room is a multiple of AHEAD */
+        copy_async((float4 *)rotation[round / AHEAD % 2] + threadIdx.x,
+                   (const float4 *)(from + (size_t)round * (DIM / 2)) + threadIdx.x);
+    };
+    if (rounds > 0)
+        fetch(0);
+    for (uint32_t i = lane; i < n; i += 32) {
+        v[column][i] = i == first + column ? 1.0f : 0.0f;
+        v[column + 1][i] = i == first + column + 1 ? 1.0f : 0.0f;
+    }
+    uint32_t of_sweep = 0; /* round of the sweep */
+    for (uint32_t round0 = 0; round0 < rounds; round0 += AHEAD) {
+        await_copies();
+        __syncthreads();
+        if (round0 + AHEAD < rounds)
+            fetch(round0 + AHEAD);
+        for (uint32_t r = 0; r < AHEAD && round0 + r < rounds; r++) {
+#pragma unroll
+            for (uint32_t half = 0; half < 2; half++) {
+                const uint32_t i = lane + 32 * half;
+                if (i >= pairs)
+                    break;
+                uint32_t p, q;
+                pair_of(n, of_sweep, i, &p, &q);
+                const float2 turn = rotation[round0 / AHEAD % 2][r][i];
+#pragma unroll
+                for (uint32_t j = 0; j < 2; j++) {
+                    float *x = v[column + j];
+                    const float a = x[p], b = x[q];
+                    x[p] = turn.x * a - turn.y * b;
+                    x[q] = turn.y * a + turn.x * b;
+                }
+            }
+            of_sweep = of_sweep + 1 == n - 1 ? 0 : of_sweep + 1;
+            __syncwarp();
+        }
+    }
+    __syncthreads();
+    float *out = c.direction[side] + (size_t)head * DIM * DIM;
+    for (uint32_t i = threadIdx.x; i < n * COLUMNS; i += blockDim.x)
+        if (first + i % COLUMNS < n)
+            out[i / COLUMNS * DIM + first + i % COLUMNS] = v[i % COLUMNS][i / COLUMNS];
+}
+
+struct Shared {
+    float a[DIM * STRIDE], v[DIM * STRIDE];
+    double score[DIM], query[DIM];
+    uint32_t by_score[DIM];
+    double sums[33];
+};
 
 static __device__ uint16_t to_bf16(float x)
 {
@@ -145,22 +240,12 @@ static __global__ void __launch_bounds__(THREADS) find_bases(COMP_ARG)
     const uint32_t dim = c.dim[side], n = c.under[side], cols = c.cols[side], coords = c.coords[side];
     const uint16_t *order = c.order + side * DIM;
     const float *moment = c.moment[side] + (size_t)head * DIM * DIM, *late = c.late + (size_t)head * DIM * c.late_rows;
-    float most = 0;
-    for (uint32_t i = threadIdx.x; i < n * n; i += THREADS)
-        most = fmaxf(most, fabsf(moment[i / n * DIM + i % n]));
-    most = akv_warp_max(most);
-    if (lane == 0)
-        s.most[warp] = most;
-    __syncthreads();
-    most = akv_warp_max(s.most[lane]);
-    const float down = most > 1e-30f ? 1.0f / most : 0.0f; /* so that no square overflows */
+    const float *direction = c.direction[side] + (size_t)head * DIM * DIM,
+                *eigenvalue = c.eigenvalue[side] + (size_t)head * DIM;
     for (uint32_t i = threadIdx.x; i < n * n; i += THREADS) {
-        s.a[i / n * STRIDE + i % n] = moment[i / n * DIM + i % n] * down;
-        s.v[i / n * STRIDE + i % n] = i / n == i % n ? 1.0f : 0.0f;
+        s.a[i / n * STRIDE + i % n] = moment[i / n * DIM + i % n];
+        s.v[i / n * STRIDE + i % n] = direction[i / n * DIM + i % n];
     }
-    __syncthreads();
-    if (n > 0)
-        rotate(s, n);
     __syncthreads();
 
     /* How strongly late queries look along each direction or coordinate, relative to the mean (keys only). */
@@ -184,7 +269,7 @@ static __global__ void __launch_bounds__(THREADS) find_bases(COMP_ARG)
         energy = akv_warp_sum(energy);
         if (lane == 0) {
             s.query[i] = side == AKV_SIDE_K && mean > 0.0 ? (1.0 - c.query_mix) * energy / mean + c.query_mix : 1.0;
-            const float value = i < n ? s.a[i * STRIDE + i] * most : 0.0f;
+            const float value = i < n ? eigenvalue[i] : 0.0f;
             s.score[i] = i < n ? (value > 0.0f ? value : 0.0) * s.query[i] : -1.0;
         }
     }
@@ -198,8 +283,6 @@ static __global__ void __launch_bounds__(THREADS) find_bases(COMP_ARG)
         s.by_score[place] = threadIdx.x;
     }
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < n * n; i += THREADS)
-        s.a[i / n * STRIDE + i % n] = moment[i / n * DIM + i % n];
     /* The whole transform, coordinates in their own order: directions as stored, and ones for the other coordinates. */
     float *transform = c.basis[side] + (size_t)head * DIM * DIM;
     for (uint32_t i = threadIdx.x; i < DIM * DIM; i += THREADS)
@@ -259,7 +342,12 @@ static __global__ void __launch_bounds__(THREADS) find_bases(COMP_ARG)
 extern "C" cudaError_t akv_comp_bases(const akv_comp *c, cudaStream_t stream)
 {
     mean_moments<<<dim3(DIM, c->H, 2), DIM, 0, stream>>>(*c);
+    COMP_TRY(comp_shared(diagonalise, sizeof(Matrix)));
     COMP_TRY(comp_shared(find_bases, sizeof(Shared)));
+    diagonalise<<<dim3(c->H, 2), THREADS, sizeof(Matrix), stream>>>(*c);
+    COMP_TRY(cudaGetLastError());
+    COMP_TRY(akv_comp_utilities(c, stream)); /* meanwhile */
+    turn_directions<<<dim3(DIM / COLUMNS, c->H, 2), COLUMNS / 2 * 32, 0, stream>>>(*c);
     find_bases<<<dim3(c->H, 2), THREADS, sizeof(Shared), stream>>>(*c);
     return cudaGetLastError();
 }

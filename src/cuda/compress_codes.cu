@@ -162,7 +162,7 @@ template <int PAD> static __global__ void __launch_bounds__(THREADS, 2) code_blo
     const uint64_t t0 = (uint64_t)block * BLOCK;
     const uint8_t *level_at = c.level[side] + (size_t)head * c.S + t0;
     const akv_comp_levels &levels = c.levels[head * 2 + side];
-    uint8_t *out = c.blob + c.section[AKV_SEC_CODES] + offsets[0];
+    uint8_t *out = c.codes + offsets[0];
     for (uint32_t i = threadIdx.x; i < DIM * PAD; i += THREADS)
         ((__half *)s.transform)[i / PAD * comp_unit_stride<PAD>() + i % PAD] =
             __float2half_rn(c.basis[side][(size_t)head * DIM * DIM + i / PAD * DIM + i % PAD]);

@@ -29,18 +29,6 @@ static __device__ __forceinline__ void mma_tf32(float acc[4], const float a[4], 
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
-/* 16 rows from `row` on, 8 columns from `k` on of a row-major matrix with that stride: operand A. */
-static __device__ __forceinline__ void load_a_tf32(float a[4], const float *m, uint32_t stride, uint32_t row,
-                                                   uint32_t k)
-{
-    const uint32_t lane = threadIdx.x & 31;
-    const float *p = m + (row + lane / 4) * stride + k + lane % 4;
-    a[0] = p[0];
-    a[1] = p[8 * stride];
-    a[2] = p[4];
-    a[3] = p[8 * stride + 4];
-}
-
 static __device__ __forceinline__ int64_t comp_token_at(const akv_comp &c, const akv_comp_source &s, uint32_t head,
                                                         uint64_t token)
 {
@@ -182,6 +170,14 @@ static __device__ __forceinline__ void comp_share_of(uint64_t n, uint64_t *begin
     *end = *begin + each < n ? *begin + each : n;
 }
 
+/* The same for warps, whose lanes then take 32 neighbours at a time: multiples of 32 but for the last. */
+static __device__ __forceinline__ void comp_warp_share_of(uint64_t n, uint64_t *begin, uint64_t *end)
+{
+    const uint64_t warps = blockDim.x / 32, each = ((n + 31) / 32 + warps - 1) / warps * 32, warp = threadIdx.x / 32;
+    *begin = warp * each < n ? warp * each : n;
+    *end = *begin + each < n ? *begin + each : n;
+}
+
 /* Sum over a block of at most 1024 threads, the same in every thread; shared holds 33 elements. */
 template <typename T> static __device__ __forceinline__ T comp_block_sum(T x, T *shared)
 {
@@ -307,9 +303,62 @@ template <int PAD> static __device__ __forceinline__ constexpr uint32_t comp_uni
     return PAD + 32;
 }
 
+/* Rows of a head's queries or outputs from first_row on into shared memory, zeros after the last. */
+template <int PAD>
+static __device__ __forceinline__ void comp_load_rows(const akv_comp &c, const uint16_t *from, uint32_t head,
+                                                      uint32_t first_row, uint32_t count, uint16_t *to)
+{
+    constexpr uint32_t chunks = PAD / 8;
+    for (uint32_t i = threadIdx.x; i < count * chunks; i += blockDim.x) {
+        const uint32_t r = i / chunks, at = i % chunks * 8;
+        *(uint4 *)(to + r * comp_unit_stride<PAD>() + at) =
+            first_row + r < c.rows ? *(const uint4 *)(from + ((size_t)head * c.rows + first_row + r) * AKV_COMP_MAX_DIM + at)
+                                   : make_uint4(0, 0, 0, 0);
+    }
+}
+
+/* Products of 16 queries from row0 on with a tile of 64 keys, both in shared memory. */
+template <int PAD>
+static __device__ __forceinline__ void comp_logits(float acc[8][4], const uint16_t *query, const uint16_t *key, uint32_t row0)
+{
+    const uint32_t g = threadIdx.x % 32 / 4, at = threadIdx.x % 4 * 8;
+    const uint16_t *low = query + (row0 + g) * comp_unit_stride<PAD>() + at, *high = low + 8 * comp_unit_stride<PAD>();
+#pragma unroll
+    for (int n = 0; n < 8; n++)
+        acc[n][0] = acc[n][1] = acc[n][2] = acc[n][3] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < PAD / 32; j++) {
+        const uint4 x = *(const uint4 *)(low + j * 32), y = *(const uint4 *)(high + j * 32);
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const uint4 b = *(const uint4 *)(key + (n * 8 + g) * comp_unit_stride<PAD>() + at + j * 32);
+            mma_f16(acc[n], x.x, y.x, x.y, y.y, b.x, b.y);
+            mma_f16(acc[n], x.z, y.z, x.w, y.w, b.z, b.w);
+        }
+    }
+}
+
 template <typename Kernel> static cudaError_t comp_shared(Kernel kernel, size_t bytes)
 {
     return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+}
+
+/* A kernel that may begin while the one before it ends. */
+template <typename Kernel, typename... Args>
+static cudaError_t comp_launch_early(Kernel kernel, dim3 grid, uint32_t threads, size_t shared, cudaStream_t stream,
+                                     Args... args)
+{
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
 #define COMP_TRY(call)                                                                                                 \

@@ -2,7 +2,7 @@
 /*
  * compress_levels.cu - one multiplier for the layer, the level of every token, where the codes of each block begin, and
  * what is stored for every token (src/codec/allocate.c). Utilities are sorted block by block once; then the bytes of
- * any multiplier are a few searches, and one block of threads bisects it.
+ * any multiplier are a few searches.
  */
 #include "cuda/compress_device.cuh"
 
@@ -92,72 +92,116 @@ static __device__ __forceinline__ float threshold_of(const akv_comp_levels &l, u
     return exact < 3.4e38 ? __double2float_rd(exact) : INFINITY;
 }
 
+#define SEARCHES 4096u /* together */
+#define BISECT_THREADS 1024u
+#define EACH (SEARCHES / BISECT_THREADS) /* of a thread, whose reads overlap */
+#define STEP_ROUNDS 7 /* rounds of bisection that one launch decides */
+#define ROUNDS 50     /* as allocate.c */
+#define LAST_STEP ((ROUNDS + STEP_ROUNDS - 1) / STEP_ROUNDS)
+
+/* Bracket that `rounds` rounds leave of [*low, *high]; over(i): does node i of the tree, 1 its root, ask for more? */
+template <typename Over>
+static __device__ __forceinline__ void descend(double *low, double *high, int rounds, Over over)
+{
+    uint32_t node = 1;
+    for (int i = 0; i < rounds; i++) {
+        const double middle = 0.5 * (*low + *high);
+        const bool more = over(node, i);
+        if (more)
+            *low = middle;
+        else
+            *high = middle;
+        node = 2 * node + (more ? 1 : 0);
+    }
+}
+
+/* What the launch before decided about the bracket that it began with. */
+static __device__ __forceinline__ void bracket_of(const akv_comp &c, int step, double *low, double *high)
+{
+    *low = -300.0;
+    *high = 300.0;
+    if (step == 0)
+        return;
+    const akv_comp_bisection &b = *c.bisection;
+    *low = b.low[step % 2];
+    *high = b.high[step % 2];
+    descend(low, high, STEP_ROUNDS, [&](uint32_t node, int) { return b.over[(step - 1) % 2][node] != 0; });
+}
+
 /*
- * log2 of the multiplier bisected to the bytes, one block. A search is one (block of tokens, threshold): its place in
- * the sorted list lies between those of the multipliers that bound the bisection.
+ * log2 of the multiplier bisected to the bytes: all multipliers that the next rounds can ask for at once, a block each.
+ * Block b is node b of the tree of rounds; block 0 of the first launch asks for the upper end.
  */
-static __global__ void __launch_bounds__(1024) bisect(COMP_ARG)
+static __global__ void __launch_bounds__(BISECT_THREADS) bisect(COMP_ARG, const int step)
 {
     __shared__ double sums[33];
     __shared__ float thresholds[MOST_THRESHOLDS];
-    const uint32_t lists = 2 * c.H * c.blocks, n = c.num_levels;
-    uint16_t *places = c.places;
-    uint16_t *low_at = places, *high_at = places + lists * n, *here = places + 2 * (size_t)lists * n;
-    for (uint32_t i = threadIdx.x; i < lists * n; i += 1024) {
-        const uint64_t t0 = (uint64_t)(i / n % c.blocks) * BLOCK;
-        low_at[i] = 0;
-        high_at[i] = (uint16_t)(c.S - t0 < BLOCK ? c.S - t0 : BLOCK);
+    __shared__ uint16_t here[SEARCHES];
+    const uint32_t lists = 2 * c.H * c.blocks, n = c.num_levels, node = blockIdx.x;
+    double low, high, bytes = 0;
+    bracket_of(c, step, &low, &high);
+    if (node == 0 && threadIdx.x == 0) {
+        c.bisection->low[(step + 1) % 2] = low;
+        c.bisection->high[(step + 1) % 2] = high;
     }
-    double low = -300.0, high = 300.0;
-    for (int round = 0; round < 51; round++) { /* the last one looks at the result */
-        const double middle = round < 50 ? 0.5 * (low + high) : high, lambda = exp2(middle);
-        double bytes = 0;
-        for (uint32_t i = threadIdx.x; i < 2 * c.H * n; i += 1024) {
-            const akv_comp_levels &l = c.levels[i / n];
-            thresholds[i] = i % n + 1 < l.hull_count ? threshold_of(l, i % n, lambda) : INFINITY;
-        }
+    if (node == 0 && step > 0)
+        return;
+    const int depth = 31 - __clz((int)(node > 0 ? node : 1));
+    descend(&low, &high, depth, [&](uint32_t, int i) { return (node >> (depth - 1 - i) & 1u) != 0; });
+    const double lambda = exp2(node == 0 ? high : 0.5 * (low + high));
+    for (uint32_t i = threadIdx.x; i < 2 * c.H * n; i += BISECT_THREADS) {
+        const akv_comp_levels &l = c.levels[i / n];
+        thresholds[i] = i % n + 1 < l.hull_count ? threshold_of(l, i % n, lambda) : INFINITY;
+    }
+    const uint32_t together = SEARCHES / n; /* lists; a search is one threshold of one list */
+    for (uint32_t first = 0; first < lists; first += together) {
+        const uint32_t count = min(together, lists - first) * n;
+        const float *sorted[EACH];
+        float threshold[EACH];
+        uint32_t from[EACH], to[EACH]; /* how many of the list are above the threshold */
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < lists * n; i += 1024) { /* how many of a list are above a threshold */
-            const uint32_t list = i / n, j = i % n, of = list / c.blocks, side = of / c.H, head = of % c.H,
-                           which = (head * 2 + side) * n + j;
+#pragma unroll
+        for (uint32_t r = 0; r < EACH; r++) {
+            const uint32_t i = threadIdx.x + r * BISECT_THREADS, list = first + (i < count ? i : 0) / n, of = list / c.blocks,
+                           side = of / c.H, head = of % c.H;
             const uint64_t t0 = (uint64_t)(list % c.blocks) * BLOCK;
-            const float *sorted = c.sorted[side] + (size_t)head * c.S + t0;
-            const float threshold = thresholds[which];
-            uint32_t from = low_at[i], to = high_at[i];
-            while (from < to) {
-                const uint32_t at = (from + to) / 2;
-                if (sorted[at] > threshold)
-                    from = at + 1;
+            sorted[r] = c.sorted[side] + (size_t)head * c.S + t0;
+            threshold[r] = thresholds[(head * 2 + side) * n + i % n];
+            from[r] = 0;
+            to[r] = i >= count ? 0 : (uint32_t)(c.S - t0 < BLOCK ? c.S - t0 : BLOCK);
+        }
+        for (uint32_t size = BLOCK; size > 0; size /= 2) {
+            float x[EACH];
+#pragma unroll
+            for (uint32_t r = 0; r < EACH; r++)
+                x[r] = from[r] < to[r] ? __ldg(&sorted[r][(from[r] + to[r]) / 2]) : 0.0f;
+#pragma unroll
+            for (uint32_t r = 0; r < EACH; r++) {
+                const uint32_t at = (from[r] + to[r]) / 2;
+                if (from[r] >= to[r])
+                    continue;
+                if (x[r] > threshold[r])
+                    from[r] = at + 1;
                 else
-                    to = at;
+                    to[r] = at;
             }
-            here[i] = (uint16_t)from;
         }
+#pragma unroll
+        for (uint32_t r = 0; r < EACH; r++)
+            if (threadIdx.x + r * BISECT_THREADS < count)
+                here[threadIdx.x + r * BISECT_THREADS] = (uint16_t)from[r];
         __syncthreads();
-        for (uint32_t i = threadIdx.x; i < lists * n; i += 1024) {
-            const uint32_t list = i / n, j = i % n, of = list / c.blocks;
+        for (uint32_t i = threadIdx.x; i < count; i += BISECT_THREADS) {
+            const uint32_t of = (first + i / n) / c.blocks, j = i % n;
             const akv_comp_levels &l = c.levels[of % c.H * 2 + of / c.H];
-            const uint32_t next = j + 2 < l.hull_count ? here[i + 1] : 0;
-            if (j + 1 < l.hull_count && here[i] > next)
-                bytes += (double)comp_run_bytes(here[i] - next, l.bits[l.hull_level[j + 1] - 1]);
+            const uint32_t mine = here[i], next = j + 2 < l.hull_count ? here[i + 1] : 0;
+            if (j + 1 < l.hull_count && mine > next)
+                bytes += (double)comp_run_bytes(mine - next, l.bits[l.hull_level[j + 1] - 1]);
         }
-        bytes = comp_block_sum(bytes, sums); /* whole numbers below 2^53 */
-        const bool over = bytes > (double)c.code_bytes;
-        if (round == 50) {
-            if (threadIdx.x == 0)
-                *c.lambda = over ? INFINITY : lambda;
-            return;
-        }
-        if (over)
-            low = middle;
-        else
-            high = middle;
-        for (uint32_t i = threadIdx.x; i < lists * n; i += 1024)
-            if (over)
-                high_at[i] = here[i]; /* larger multipliers leave fewer */
-            else
-                low_at[i] = here[i];
     }
+    bytes = comp_block_sum(bytes, sums); /* whole numbers below 2^53 */
+    if (threadIdx.x == 0)
+        *(node == 0 ? &c.bisection->end_over : &c.bisection->over[step % 2][node]) = bytes > (double)c.code_bytes;
 }
 
 /* Levels for the multiplier, and the bytes of each block: block (block, head, side). */
@@ -171,8 +215,15 @@ static __global__ void __launch_bounds__(BLOCK) assign_levels(COMP_ARG)
     const uint32_t n = l.hull_count - 1;
     if (threadIdx.x <= AKV_MAX_LEVELS)
         counts[threadIdx.x] = 0;
-    if (threadIdx.x < n)
-        thresholds[threadIdx.x] = threshold_of(l, threadIdx.x, *c.lambda);
+    if (threadIdx.x < n) {
+        const akv_comp_bisection &found = *c.bisection;
+        double low = found.low[LAST_STEP % 2], high = found.high[LAST_STEP % 2];
+        descend(&low, &high, ROUNDS - STEP_ROUNDS * (LAST_STEP - 1),
+                [&](uint32_t node, int) { return found.over[(LAST_STEP - 1) % 2][node] != 0; });
+        /* not even the largest multiplier: only if a utility reaches 2^300 */
+        const double lambda = high == 300.0 && found.end_over ? INFINITY : exp2(high);
+        thresholds[threadIdx.x] = threshold_of(l, threadIdx.x, lambda);
+    }
     __syncthreads();
     const uint64_t t = (uint64_t)blockIdx.x * BLOCK + threadIdx.x;
     if (t < c.S) {
@@ -256,7 +307,10 @@ extern "C" cudaError_t akv_comp_levels_of(const akv_comp *c, cudaStream_t stream
     sum_utilities<<<grid, BLOCK, 0, stream>>>(*c);
     total_utilities<<<1, BLOCK, 0, stream>>>(*c);
     finish_ranks<<<grid, BLOCK, 0, stream>>>(*c);
-    bisect<<<1, 1024, 0, stream>>>(*c);
+    for (int step = 0; step < LAST_STEP; step++) {
+        const int rounds = ROUNDS - step * STEP_ROUNDS;
+        bisect<<<1u << (rounds < STEP_ROUNDS ? rounds : STEP_ROUNDS), BISECT_THREADS, 0, stream>>>(*c, step);
+    }
     assign_levels<<<grid, BLOCK, 0, stream>>>(*c);
     place_runs<<<1, 1024, 0, stream>>>(*c);
     pack_tokens<<<dim3(32, c->H, 2), 256, 0, stream>>>(*c);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * compress_nearest.cu - the nearest anchor of every token, and free anchors as directions of many tokens (src/codec/
- * centroids.c). The search is a product of fp16 unit rows with a running maximum, 32 tokens a warp in registers, units
+ * compress_nearest.cu - the nearest anchor of every token, and the rounds in which free anchors become directions of many
+ * tokens (src/codec/centroids.c). The search is a product of fp16 unit rows with a running maximum, 32 tokens a warp in registers, units
  * through shared memory; most of the work of compression is here.
  */
 #include "cuda/compress_device.cuh"
@@ -142,114 +142,6 @@ static __global__ void __launch_bounds__(THREADS) begin_anchors(COMP_ARG)
     }
 }
 
-#define GATHER_TOKENS 8192u /* in shared memory at once */
-#define GATHER_ANCHORS 32u  /* of a block: a warp each */
-#define TOGETHER 8          /* members read at once */
-
-/*
- * Each free anchor becomes the direction of its members' sum, as long as they are on average: block (32 anchors, head,
- * side). A warp walks through the list of nearest anchors in the order of tokens, so that sums do not depend on
- * anything else.
- */
-static __global__ void __launch_bounds__(GATHER_ANCHORS * 32)
-    gather_members(COMP_ARG, const uint64_t first, const uint64_t step)
-{
-    __shared__ __align__(16) uint16_t list[GATHER_TOKENS];
-    __shared__ uint32_t queue[GATHER_ANCHORS][TOGETHER + 32];
-    const uint32_t head = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32,
-                   a = blockIdx.x * GATHER_ANCHORS + warp;
-    const int side = (int)blockIdx.z;
-    const uint32_t dim = c.dim[side], pad = c.pad[side], each = pad / 32;
-    const bool free_one = a < c.k && !c.fixed[(size_t)head * c.k + a];
-    float sum[4] = {0, 0, 0, 0}, energy = 0;
-    uint32_t members = 0, waiting = 0;
-    const auto add =
-        [&](uint32_t count) { /* the first `count` of the queue */
-                              uint32_t token[TOGETHER];
-                              float weight[TOGETHER];
-                              uint2 row[TOGETHER];
-#pragma unroll
-                              for (int i = 0; i < TOGETHER; i++)
-                                  if (i < (int)count) {
-                                      token[i] = queue[warp][i];
-                                      const size_t at = (size_t)head * c.S + token[i];
-                                      const float cosine = c.cosine[side][at], square = c.energy[side][at];
-                                      weight[i] = cosine * square; /* along x length: the row is of length 1 */
-                                      energy += cosine * cosine * square;
-                                      const uint16_t *x = c.rows16[side] + at * pad + lane * each;
-                                      row[i] = each == 4 ? *(const uint2 *)x : make_uint2(*(const uint32_t *)x, 0);
-                                  }
-#pragma unroll
-                              for (int i = 0; i < TOGETHER; i++)
-                                  if (i < (int)count) {
-                                      const float2 p = __half22float2(as_half2(row[i].x)),
-                                                   q = __half22float2(as_half2(row[i].y));
-                                      sum[0] += weight[i] * p.x;
-                                      sum[1] += weight[i] * p.y;
-                                      sum[2] += weight[i] * q.x;
-                                      sum[3] += weight[i] * q.y;
-                                  }
-                              members += count;
-        };
-    const uint64_t tiles = (c.S + TILE - 1) / TILE, mine = first < tiles ? (tiles - first + step - 1) / step : 0;
-    for (uint64_t tile0 = 0; tile0 < mine; tile0 += GATHER_TOKENS / TILE) {
-        __syncthreads();
-        for (uint32_t i = threadIdx.x; i < GATHER_TOKENS; i += GATHER_ANCHORS * 32) {
-            const uint64_t tile = tile0 + i / TILE, t = (first + tile * step) * TILE + i % TILE;
-            list[i] = tile < mine && t < c.S ? c.nearest[side][(size_t)head * c.S + t] : AKV_COMP_NO_ANCHOR;
-        }
-        __syncthreads();
-        if (!free_one)
-            continue;
-        for (uint32_t i = 0; i < GATHER_TOKENS; i += 256) { /* 8 a lane */
-            const uint4 v = *(const uint4 *)(list + i + lane * 8);
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-            uint32_t mask = 0;
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                mask |= ((words[j] & 0xffffu) == a ? 1u : 0u) << (2 * j) | ((words[j] >> 16) == a ? 1u : 0u)
-                                                                               << (2 * j + 1);
-            uint32_t some = __ballot_sync(0xffffffffu, mask != 0);
-            while (some != 0) {
-                const uint32_t from = (uint32_t)__ffs((int)some) - 1;
-                some &= some - 1;
-                const uint32_t bits = __shfl_sync(0xffffffffu, mask, from);
-                if (lane < 8 && (bits >> lane & 1u)) {
-                    const uint32_t at = i + from * 8 + lane;
-                    queue[warp][waiting + __popc(bits & ((1u << lane) - 1))] =
-                        (uint32_t)((first + (tile0 + at / TILE) * step) * TILE + at % TILE);
-                }
-                waiting += __popc(bits);
-                __syncwarp();
-                if (waiting >= TOGETHER) {
-                    add(TOGETHER);
-                    __syncwarp();
-                    const uint32_t rest = waiting - TOGETHER; /* < TOGETHER: at most 8 came in */
-                    uint32_t moved = lane < rest ? queue[warp][TOGETHER + lane] : 0;
-                    __syncwarp();
-                    if (lane < rest)
-                        queue[warp][lane] = moved;
-                    __syncwarp();
-                    waiting = rest;
-                }
-            }
-        }
-    }
-    if (!free_one)
-        return;
-    add(waiting);
-    const float square = akv_warp_sum(sum[0] * sum[0] + sum[1] * sum[1] + sum[2] * sum[2] + sum[3] * sum[3]);
-    if (!(square > 0.0f && square < 1e37f && energy < 1e37f))
-        return; /* without members it stays what it is */
-    const float length = sqrtf(energy / (float)members / square), inverse = rsqrtf(square);
-    for (uint32_t j = 0; j < each; j++) {
-        const uint32_t d = lane * each + j;
-        if (d < dim)
-            c.anchor[side][((size_t)head * c.k + a) * AKV_COMP_MAX_DIM + d] = sum[j] * length;
-        ((__half *)c.unit16[side])[((size_t)head * c.k_rows + a) * pad + d] = __float2half_rn(sum[j] * inverse);
-    }
-}
-
 /* Tokens whose anchor did not stay a token are no anchors any more. Grid-stride over [H, S]. */
 static __global__ void __launch_bounds__(THREADS) forget_drawn(COMP_ARG)
 {
@@ -266,8 +158,7 @@ extern "C" cudaError_t akv_comp_refine(const akv_comp *c, uint32_t rounds, cudaS
     const uint64_t step = c->S >= (uint64_t)16 * TILE ? 2 : 1;
     for (uint32_t round = 0; round < rounds; round++) {
         COMP_TRY(akv_comp_nearest(c, 1, round % step, step, stream));
-        gather_members<<<dim3((c->k + GATHER_ANCHORS - 1) / GATHER_ANCHORS, c->H, 2), GATHER_ANCHORS * 32, 0, stream>>>(
-            *c, round % step, step);
+        COMP_TRY(akv_comp_members(c, round % step, step, stream));
     }
     if (rounds > 0)
         forget_drawn<<<1024, THREADS, 0, stream>>>(*c);

@@ -73,17 +73,30 @@ static __device__ uint16_t to_bf16(float x)
     return (uint16_t)r;
 }
 
+#define QUARTERS 4u /* of the parts of the sums */
+
 /* Means and units as stored: block (head, side). */
-static __global__ void __launch_bounds__(AKV_COMP_MAX_DIM) finish_statistics(COMP_ARG)
+static __global__ void __launch_bounds__(QUARTERS * AKV_COMP_MAX_DIM) finish_statistics(COMP_ARG)
 {
-    __shared__ double squares[AKV_COMP_MAX_DIM];
-    const uint32_t head = blockIdx.x, d = threadIdx.x, dim = c.dim[blockIdx.y];
+    __shared__ double squares[AKV_COMP_MAX_DIM], sums[QUARTERS][2][AKV_COMP_MAX_DIM];
+    const uint32_t head = blockIdx.x, d = threadIdx.x % AKV_COMP_MAX_DIM, quarter = threadIdx.x / AKV_COMP_MAX_DIM,
+                   dim = c.dim[blockIdx.y];
     const int side = (int)blockIdx.y;
     const double *part = c.stat_part + ((size_t)side * c.H + head) * c.stat_chunks * 2 * AKV_COMP_MAX_DIM;
     double sum = 0, square = 0;
-    for (uint32_t i = 0; i < c.stat_chunks; i++) {
+#pragma unroll 4
+    for (uint32_t i = quarter; i < c.stat_chunks; i += QUARTERS) {
         sum += part[(size_t)i * 2 * AKV_COMP_MAX_DIM + d];
         square += part[(size_t)i * 2 * AKV_COMP_MAX_DIM + AKV_COMP_MAX_DIM + d];
+    }
+    sums[quarter][0][d] = sum;
+    sums[quarter][1][d] = square;
+    __syncthreads();
+    if (quarter > 0)
+        return;
+    for (uint32_t i = 1; i < QUARTERS; i++) {
+        sum += sums[i][0][d];
+        square += sums[i][1][d];
     }
     float mean = d < dim ? (float)(sum / (double)c.S) : 0.0f;
     if (side == AKV_SIDE_K && d < dim) {
@@ -95,7 +108,7 @@ static __global__ void __launch_bounds__(AKV_COMP_MAX_DIM) finish_statistics(COM
     c.mean[side][head * AKV_COMP_MAX_DIM + d] = mean;
     square = square > 0.0 ? square / (double)c.S : 0.0;
     squares[d] = square;
-    __syncthreads();
+    asm volatile("bar.sync 1, 128;" ::: "memory"); /* the threads that are left */
     if (side == AKV_SIDE_K && d < 2 * c.planes) { /* the two coordinates of a plane share their unit */
         const uint32_t other = c.style == AKV_ROPE_HALF_SPLIT ? (d < c.planes ? d + c.planes : d - c.planes) : d ^ 1u;
         square = 0.5 * (squares[d] + squares[other]);
@@ -213,7 +226,7 @@ extern "C" cudaError_t akv_comp_rows(const akv_comp *c, cudaStream_t stream)
     if (c->planes > 0)
         phases<<<1024, THREADS, 0, stream>>>(*c);
     statistics<<<dim3(c->stat_chunks, c->H, 2), THREADS, 0, stream>>>(*c);
-    finish_statistics<<<dim3(c->H, 2), AKV_COMP_MAX_DIM, 0, stream>>>(*c);
+    finish_statistics<<<dim3(c->H, 2), QUARTERS * AKV_COMP_MAX_DIM, 0, stream>>>(*c);
     unit_rows<<<dim3((uint32_t)((c->S + AKV_COMP_TILE - 1) / AKV_COMP_TILE), c->H, 2), THREADS, 0, stream>>>(*c);
     load_queries<<<dim3(c->rows, c->H), AKV_COMP_MAX_DIM, 0, stream>>>(*c);
     query_lengths<<<c->H, THREADS, 0, stream>>>(*c);
