@@ -7,12 +7,14 @@
  *   akv_cuda_upload(segment, device_memory, bytes, stream, &on_device, &diag);
  *   akv_cuda_workspace_bytes(&batch, &ws_bytes, &diag);                  // once per set of segments
  *   akv_cuda_plan_create(&batch, workspace, ws_bytes, stream, &plan, &diag);
- *   akv_cuda_attend(plan, &step, stream, &diag);                         // every decode step: launches kernels
+ *   akv_cuda_append(plan, &token, stream, &diag);                        // every decode step: a new token to the tails,
+ *   akv_cuda_attend(plan, &step, stream, &diag);                         // and attention; both only launch kernels
  *
  * Rules besides those of anchorkv.h:
  *   - Device memory belongs to the caller: this library never allocates or frees any.
- *   - akv_cuda_attend neither allocates nor synchronises, and can be captured into a CUDA graph. What changes from step
- *     to step under a graph is read from device memory: queries, tails, and tail lengths through `tail_lengths`.
+ *   - akv_cuda_append and akv_cuda_attend neither allocate nor synchronise, and can be captured into a CUDA graph. What
+ *     changes from step to step under a graph is read from device memory: the token, queries, tails, and tail lengths
+ *     through `tail_lengths`. A caller may write into the tails by himself as well.
  *   - Whatever is not covered is refused with a status and a sentence. Nothing ever runs on the CPU instead.
  *   - A CUDA error (launch failure, sticky error of earlier work, out of memory) gives AKV_E_DEVICE and CUDA's own
  *     words.
@@ -162,6 +164,28 @@ AKV_API akv_status akv_cuda_plan_create_shared(const akv_cuda_batch *batch, void
  * Returns AKV_OK, AKV_E_INVALID_ARGUMENT, AKV_E_DEVICE.   Method: docs/method.md "attention from the compressed form".
  */
 AKV_API akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step, akv_cuda_stream stream,
+                                   akv_diag *diag);
+
+/* A new token of every sequence. Device memory; inner dims are contiguous, strides in elements; keys, values. */
+typedef struct akv_cuda_token {
+    size_t struct_size;
+    const void *keys;   /* [B, H, d_k] post-RoPE, of the batch's tail_dtype */
+    const void *values; /* [B, H, d_v], likewise */
+    int64_t stride_sequence[2]; /* from one sequence to the next */
+    int64_t stride_head[2];     /* from one KV head to the next */
+} akv_cuda_token;
+
+AKV_API void akv_cuda_token_init(akv_cuda_token *token);
+
+/*
+ * akv_cuda_append() - put a token into the tail of every sequence, as the last of the batch's tail_lengths: write those
+ * first, then append, then attend. Where a length is 0, or more than tail_tokens, nothing is written.
+ *
+ * Enqueues one kernel on `stream` and returns; lengths are read there, so a CUDA graph of it can be launched again when
+ * they have grown. It does what two copies by the caller would do, in less of the processor's time.
+ * Returns AKV_OK, AKV_E_INVALID_ARGUMENT (also for a batch without tail_lengths), AKV_E_DEVICE.
+ */
+AKV_API akv_status akv_cuda_append(const akv_cuda_plan *plan, const akv_cuda_token *token, akv_cuda_stream stream,
                                    akv_diag *diag);
 
 /* ------------------------------------------------------------------------------------------------- compress a layer */

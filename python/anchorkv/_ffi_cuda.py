@@ -64,7 +64,21 @@ class Step(C.Structure):
     ]
 
 
-STAMPED: dict[str, type[C.Structure]] = {"akv_cuda_batch_init": Batch, "akv_cuda_step_init": Step}
+class Token(C.Structure):
+    _fields_ = [
+        ("struct_size", C.c_size_t),
+        ("keys", C.c_void_p),
+        ("values", C.c_void_p),
+        ("stride_sequence", C.c_int64 * 2),
+        ("stride_head", C.c_int64 * 2),
+    ]
+
+
+STAMPED: dict[str, type[C.Structure]] = {
+    "akv_cuda_batch_init": Batch,
+    "akv_cuda_step_init": Step,
+    "akv_cuda_token_init": Token,
+}
 
 
 def bind(lib: C.CDLL, path: str) -> SimpleNamespace:
@@ -81,6 +95,7 @@ def bind(lib: C.CDLL, path: str) -> SimpleNamespace:
     for name, result, arguments in (
         ("batch_init", None, [batch]),
         ("step_init", None, [C.POINTER(Step)]),
+        ("token_init", None, [C.POINTER(Token)]),
         ("upload_bytes", C.c_int, [C.c_void_p, size, diag]),
         ("upload", C.c_int, [C.c_void_p, memory, C.c_size_t, C.c_void_p, handle, diag]),
         ("segment_release", None, [C.c_void_p]),
@@ -97,7 +112,9 @@ def bind(lib: C.CDLL, path: str) -> SimpleNamespace:
             C.c_int,
             [layer, C.c_void_p, config, memory, C.c_size_t, C.c_void_p, handle, diag],
         ),
-        ("attend", C.c_int, [C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p]),  # prepared references: a call a layer
+        # prepared references: a call a layer
+        ("append", C.c_int, [C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p]),
+        ("attend", C.c_int, [C.c_void_p, C.c_void_p, C.c_void_p, C.c_void_p]),
     ):
         function = _ffi.function_of(lib, path, f"akv_cuda_{name}")
         function.restype, function.argtypes = result, arguments

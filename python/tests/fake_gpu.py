@@ -62,6 +62,10 @@ class FakeGPU:
         C.memset(step, 0, C.sizeof(_ffi_cuda.Step))
         step._obj.struct_size = C.sizeof(_ffi_cuda.Step)
 
+    def token_init(self, token):
+        C.memset(token, 0, C.sizeof(_ffi_cuda.Token))
+        token._obj.struct_size = C.sizeof(_ffi_cuda.Token)
+
     def upload_bytes(self, segment, size, diag):
         info = _ffi.SegmentInfo()
         _lib.akv_segment_info_init(C.byref(info))
@@ -124,6 +128,20 @@ class FakeGPU:
 
     def plan_destroy(self, handle):
         del self.plans[handle.value]
+
+    def append(self, handle, token, stream, diag):
+        self._count("append")
+        b, t = self.plans[handle.value], _ffi_cuda.Token.from_address(token)
+        assert stream == 7 and t.struct_size == C.sizeof(_ffi_cuda.Token)
+        size = SIZES[b.tail_dtype]
+        for i, q in enumerate(b.sequences):
+            at = C.cast(b.tail_lengths, C.POINTER(C.c_int32))[i] - 1
+            assert 0 <= at < q.tokens
+            for side, (x, d) in enumerate(((t.keys, b.head_dim_k), (t.values, b.head_dim_v))):
+                for h in range(b.num_kv_heads):
+                    to = q.pointers[side] + size * (h * q.heads[side] + at * q.steps[side])
+                    C.memmove(to, x + size * (i * t.stride_sequence[side] + h * t.stride_head[side]), size * d)
+        return 0
 
     def attend(self, handle, step, stream, diag):
         self._count("attend")

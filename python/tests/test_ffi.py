@@ -45,6 +45,7 @@ STRUCTS = {
     "akv_cuda_sequence": _ffi_cuda.Sequence,
     "akv_cuda_batch": _ffi_cuda.Batch,
     "akv_cuda_step": _ffi_cuda.Step,
+    "akv_cuda_token": _ffi_cuda.Token,
 }
 STAMPED = {**_ffi.STAMPED, **_ffi_cuda.STAMPED}
 

@@ -21,6 +21,8 @@ extern "C" {
 
 /* Tokens of one item of the plain path: canonical blocks, dense segments, tails. */
 #define AKV_CUDA_PART_TOKENS AKV_BLOCK_TOKENS
+/* Of a tail: a block reads its tokens one after another, so that one of 1024 took longer than all compressed ones before it. */
+#define AKV_CUDA_TAIL_TOKENS 64u
 #define AKV_CUDA_PART_ROWS 8u   /* query rows (head of the group x query token) handled together there */
 
 /* Values of code numbers and gains, filled from core/ladder.h on the host: one source for CPU and GPU. */
@@ -195,6 +197,7 @@ cudaError_t akv_cuda_prepare_paper(uint32_t dim, uint32_t row_chunk, uint32_t fa
 cudaError_t akv_cuda_launch_paper(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_parts(const akv_cuda_call *call, cudaStream_t stream);
 cudaError_t akv_cuda_launch_combine(const akv_cuda_call *call, cudaStream_t stream);
+cudaError_t akv_cuda_launch_append(const akv_cuda_call *call, const akv_cuda_token *token, cudaStream_t stream);
 
 #ifdef __cplusplus
 }

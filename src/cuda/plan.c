@@ -49,6 +49,12 @@ void akv_cuda_step_init(akv_cuda_step *step)
     step->struct_size = sizeof *step;
 }
 
+void akv_cuda_token_init(akv_cuda_token *token)
+{
+    memset(token, 0, sizeof *token);
+    token->struct_size = sizeof *token;
+}
+
 static akv_status check_segment(const akv_cuda_batch *b, uint32_t index, const akv_cuda_segment *s, akv_diag *diag)
 {
     if (s == NULL)
@@ -300,10 +306,10 @@ static void cut(const akv_cuda_batch *b, const lists *l, places *at)
                 continue;
             }
             const uint64_t tokens = segment != NULL ? segment->header.num_tokens : seq->tail_tokens;
-            for (uint64_t t = 0; t < tokens; t += AKV_CUDA_PART_TOKENS, n++, slots++)
+            const uint64_t most = segment != NULL ? AKV_CUDA_PART_TOKENS : AKV_CUDA_TAIL_TOKENS;
+            for (uint64_t t = 0; t < tokens; t += most, n++, slots++)
                 if (l->items != NULL) {
-                    const akv_item item = {segment != NULL ? segment->device : NULL, t,
-                                           (uint32_t)(tokens - t < AKV_CUDA_PART_TOKENS ? tokens - t : AKV_CUDA_PART_TOKENS),
+                    const akv_item item = {segment != NULL ? segment->device : NULL, t, (uint32_t)(tokens - t < most ? tokens - t : most),
                                            segment != NULL ? segment->kind : AKV_ITEM_TAIL, q, (uint32_t)slots};
                     l->items[n] = item;
                 }
@@ -645,6 +651,33 @@ void akv_cuda_plan_destroy(akv_cuda_plan *plan)
     free(plan);
 }
 
+/* Is the plan's device the current one, and without a fault? */
+static akv_status check_current(const akv_cuda_plan *plan, akv_diag *diag)
+{
+    int ordinal = 0;
+    AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
+    if (ordinal != plan->ordinal)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the plan was made for device %d; device %d is current", plan->ordinal, ordinal);
+    AKV_CUDA_TRY(cudaPeekAtLastError(), "an earlier call on this device failed");
+    return AKV_OK;
+}
+
+akv_status akv_cuda_append(const akv_cuda_plan *plan, const akv_cuda_token *token, akv_cuda_stream stream, akv_diag *diag)
+{
+    if (plan == NULL || token == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "plan and token must not be NULL");
+    if (token->struct_size < sizeof *token)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_cuda_token has struct_size %zu; call akv_cuda_token_init first",
+                        token->struct_size);
+    if (token->keys == NULL || token->values == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "keys and values must not be NULL");
+    if (plan->call.tail_lengths == NULL)
+        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the plan's batch has no tail_lengths, which say where a token goes");
+    AKV_TRY(check_current(plan, diag));
+    AKV_CUDA_TRY(akv_cuda_launch_append(&plan->call, token, stream), "launching the append");
+    return AKV_OK;
+}
+
 akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step, akv_cuda_stream stream, akv_diag *diag)
 {
     if (plan == NULL || step == NULL)
@@ -653,11 +686,7 @@ akv_status akv_cuda_attend(const akv_cuda_plan *plan, const akv_cuda_step *step,
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "akv_cuda_step has struct_size %zu; call akv_cuda_step_init first", step->struct_size);
     if (step->queries == NULL || step->out == NULL)
         return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "queries and out must not be NULL");
-    int ordinal = 0;
-    AKV_CUDA_TRY(cudaGetDevice(&ordinal), "asking for the current device");
-    if (ordinal != plan->ordinal)
-        return akv_fail(diag, AKV_E_INVALID_ARGUMENT, "the plan was made for device %d; device %d is current", plan->ordinal, ordinal);
-    AKV_CUDA_TRY(cudaPeekAtLastError(), "an earlier call on this device failed");
+    AKV_TRY(check_current(plan, diag));
     akv_cuda_call call = plan->call;
     call.step = *step;
     AKV_CUDA_TRY(akv_cuda_launch_paper(&call, stream), "launching the attention of profile paper");

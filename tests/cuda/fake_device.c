@@ -108,6 +108,13 @@ LAUNCHER(akv_cuda_launch_spans)
 LAUNCHER(akv_cuda_launch_parts)
 LAUNCHER(akv_cuda_launch_combine)
 
+cudaError_t akv_cuda_launch_append(const akv_cuda_call *call, const akv_cuda_token *token, cudaStream_t stream)
+{
+    (void)token;
+    (void)stream;
+    return launched(call);
+}
+
 static int has(uint32_t dim, uint32_t rows, uint32_t fast_steps)
 {
     return (dim % 64 == 0 || dim == 96) && (fake.rows == 12 || fake.rows == rows) && (fast_steps == dim / 16 || fast_steps == dim / 32);

@@ -236,6 +236,69 @@ static void lengths_on_device_and_graph(void)
     world_free(&shorter);
 }
 
+/* A token goes to the last place of its sequence's length, and nowhere else; where that is, is read when a graph is run. */
+static void appended(void)
+{
+    world w;
+    world_make(&w);
+    const int32_t said[2][SEQUENCES] = {{3, 0, 7, 1, 17}, {4, 1, 8, 0, TAIL}}; /* the 1 and the 8 are more than those tails hold */
+    int32_t *on_device = device_copy(said[0], sizeof said[0]);
+    w.batch.tail_lengths = on_device;
+    world_plan(&w);
+    const size_t places = SEQUENCES * H * TAIL * D, bytes = places * sizeof(uint16_t);
+    uint16_t *want[2], *tokens[2], *got = must(malloc(bytes));
+    void *memory[2] = {w.keys, w.values}, *given[2];
+    akv_diag diag = {0};
+    for (int side = 0; side < 2; side++) {
+        want[side] = random_bf16(places, 1 + (uint64_t)side);
+        tokens[side] = random_bf16(SEQUENCES * H * 2 * D, 11 + (uint64_t)side);
+        given[side] = device_copy(tokens[side], SEQUENCES * H * 2 * D * sizeof(uint16_t));
+    }
+    akv_cuda_token token;
+    akv_cuda_token_init(&token);
+    token.keys = given[0];
+    token.values = given[1];
+    for (int side = 0; side < 2; side++) {
+        token.stride_sequence[side] = H * 2 * D;
+        token.stride_head[side] = side == 0 ? 2 * D : D; /* keys with a gap between heads, values without */
+    }
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    MUST_CUDA(cudaStreamCreate(&stream));
+    MUST_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+    CHECK_STATUS(akv_cuda_append(w.plan, &token, stream, &diag), AKV_OK, &diag);
+    MUST_CUDA(cudaStreamEndCapture(stream, &graph));
+    MUST_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    for (int turn = 0; turn < 2; turn++) {
+        MUST_CUDA(cudaMemcpy(on_device, said[turn], sizeof said[turn], cudaMemcpyHostToDevice));
+        if (turn == 0)
+            CHECK_STATUS(akv_cuda_append(w.plan, &token, stream, &diag), AKV_OK, &diag);
+        else
+            MUST_CUDA(cudaGraphLaunch(exec, stream));
+        MUST_CUDA(cudaStreamSynchronize(stream));
+        for (int side = 0; side < 2; side++) {
+            for (int q = 0; q < SEQUENCES; q++)
+                for (int h = 0; h < H && said[turn][q] > 0 && (uint64_t)said[turn][q] <= tails[q]; h++)
+                    memcpy(want[side] + ((size_t)(q * H + h) * TAIL + (size_t)said[turn][q] - 1) * D,
+                           tokens[side] + q * token.stride_sequence[side] + h * token.stride_head[side], D * sizeof(uint16_t));
+            MUST_CUDA(cudaMemcpy(got, memory[side], bytes, cudaMemcpyDeviceToHost));
+            CHECK_MSG(memcmp(got, want[side], bytes) == 0, "side %d, turn %d: the tails are not as appended to", side, turn);
+        }
+    }
+    MUST_CUDA(cudaGraphExecDestroy(exec));
+    MUST_CUDA(cudaGraphDestroy(graph));
+    MUST_CUDA(cudaStreamDestroy(stream));
+    for (int side = 0; side < 2; side++) {
+        free(want[side]);
+        free(tokens[side]);
+        device_free(given[side]);
+    }
+    free(got);
+    device_free(on_device);
+    world_free(&w);
+}
+
 static void outputs_of_16_bits(void)
 {
     world w;
@@ -418,6 +481,17 @@ static void refusals(void)
     CHECK_STATUS(akv_cuda_upload_bytes(w.segments[1][0], &bytes, &diag), AKV_OK, &diag);
     REFUSED(AKV_E_NO_SPACE, akv_cuda_upload(w.segments[1][0], w.memory[1][0], bytes - 1, NULL, &segment, &diag));
     REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_upload(w.segments[1][0], NULL, bytes, NULL, &segment, &diag));
+    akv_cuda_token token;
+    akv_cuda_token_init(&token);
+    token.keys = token.values = w.queries;
+    REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_append(w.plan, &token, NULL, &diag)); /* no lengths to go by */
+    CHECK(strstr(diag.message, "tail_lengths") != NULL);
+    token.values = NULL;
+    REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_append(w.plan, &token, NULL, &diag));
+    token.struct_size = 0;
+    REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_append(w.plan, &token, NULL, &diag));
+    REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_append(NULL, &token, NULL, &diag));
+    REFUSED(AKV_E_INVALID_ARGUMENT, akv_cuda_append(w.plan, NULL, NULL, &diag));
     spec wide = {.name = "wide", .S = 50, .H = 1, .G = 1, .dk = 320, .dv = 320, .W = 1, .rotary = 320};
     akv_segment *too_wide = random_segment(&wide, 10, 0.5, 0, 1);
     REFUSED(AKV_E_UNSUPPORTED, akv_cuda_upload_bytes(too_wide, &bytes, &diag));
@@ -437,6 +511,7 @@ int main(int argc, char **argv)
     TEST_INIT(argc, argv);
     TEST(ragged);
     TEST(lengths_on_device_and_graph);
+    TEST(appended);
     TEST(outputs_of_16_bits);
     TEST(shared_scratch);
     TEST(smaller_plan_later);

@@ -152,7 +152,8 @@ static void check_plain(const cover *v, const akv_cuda_segment *segment, uint32_
         if (!CHECK_MSG(*next < v->c->num_items, "tokens from %llu of sequence %u have no item", (unsigned long long)t, sequence))
             return;
         const akv_item *i = &v->c->items[*next];
-        CHECK(i->sequence == sequence && i->begin == t && i->count > 0 && i->count <= AKV_CUDA_PART_TOKENS);
+        CHECK(i->sequence == sequence && i->begin == t && i->count > 0);
+        CHECK(i->count <= (segment != NULL ? AKV_CUDA_PART_TOKENS : AKV_CUDA_TAIL_TOKENS));
         CHECK(i->data == (segment != NULL ? segment->device : NULL) && i->kind == (segment != NULL ? segment->kind : AKV_ITEM_TAIL));
         for (uint32_t head = 0; head < v->w->of.H; head++)
             take_slot(v, sequence, i->part, head);
@@ -286,6 +287,13 @@ static akv_status run(world *w, bool check, akv_diag *diag)
         if (status == AKV_OK && check) {
             CHECK(fake.launches == before + 5);
             check_call(w, &fake.call, scratch, scratch_bytes);
+        }
+        if (status == AKV_OK && w->batch.tail_lengths != NULL) {
+            akv_cuda_token token;
+            akv_cuda_token_init(&token);
+            token.keys = token.values = w->step.queries;
+            status = akv_cuda_append(plan, &token, NULL, diag);
+            CHECK(status != AKV_OK || fake.launches == before + 6);
         }
     }
     akv_cuda_plan_destroy(plan);

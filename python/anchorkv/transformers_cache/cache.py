@@ -95,7 +95,7 @@ class AnchorKVCache(Cache):
     threads      of the C library; default torch.get_num_threads()
     ratio_of     what the ratio counts. "file": the bytes of the segments as they are saved; "device": as the
                  kernels of a GPU want them, which is a fifth to a half more, most for short segments
-    graphs       on a GPU: a token of a layer is one CUDA graph instead of seven launches, which takes less time of the
+    graphs       on a GPU: a token of a layer is one CUDA graph instead of five launches, which takes less time of the
                  processor; what attention returns lies in the same memory at every step, so it must not be kept
     compress_on  where a model on a GPU has its cache compressed. "auto": on the GPU, by the CPU what the GPU does not
                  cover (report() counts both and says why); "gpu": there, or an error; "cpu"

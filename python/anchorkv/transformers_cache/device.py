@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of an AnchorKVLayer on an NVIDIA GPU: uploaded segments, the exact tail where it lies, akv_cuda_attend.
 
-A decode step costs one call of the library a layer: what that call reads is prepared once (a plan), until the tail's
-memory or the segments change. Nothing here falls back to the CPU, and nothing waits for the GPU but making a plan.
+A decode step costs two calls of the library a layer, append and attend: what they read is prepared once (a plan), until
+the tail's memory or the segments change. Nothing here falls back to the CPU, and nothing waits for the GPU but making
+a plan.
 """
 
 from __future__ import annotations
@@ -214,16 +215,9 @@ class Shared:
         if self.lengths is None or self.lengths.shape[0] != rows:
             with kept():
                 self.lengths = torch.full((rows,), n, dtype=torch.int32, device=self.device)
-                self.last = torch.full((1,), n - 1, dtype=torch.int64, device=self.device)
         elif n != self.n:
             self.lengths.fill_(n)
-            self.last.fill_(n - 1)
         self.n = n
-
-    def append(self, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
-        """A token, as the last of the tail's length: where it goes is read on the device."""
-        layer._k.index_copy_(2, self.last, key)
-        layer._v.index_copy_(2, self.last, value)
 
     def capturing(self) -> Any:
         """A stream on which graphs are captured."""
@@ -325,8 +319,11 @@ class Plan:
         self.strides: Any = None
         self.seen: torch.Tensor | None = None  # the tensor that `mask` is a view of
         self.device = shared.device
-        self.arguments = C.addressof(self.step), C.addressof(self.diag)
-        self.call = cuda.attend
+        self.token = _ffi_cuda.Token()
+        cuda.token_init(C.byref(self.token))
+        self.token_strides: Any = None
+        self.arguments = C.addressof(self.step), C.addressof(self.diag), C.addressof(self.token)
+        self.call, self.put = cuda.attend, cuda.append
 
     def attend(self, query: torch.Tensor, out: torch.Tensor) -> None:
         """out [B, T, heads, d_v]"""
@@ -343,15 +340,31 @@ class Plan:
         if status:
             _check(status, self.diag)
 
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """[B, H, 1, d] of a token, as the last of the tail's length: where it goes is read on the device."""
+        token = self.token
+        strides = key.stride(), value.stride()
+        if strides != self.token_strides:
+            if strides[0][3] != 1 or strides[1][3] != 1:  # coordinates have to lie side by side
+                self.append(key.contiguous(), value.contiguous())
+                return
+            for side, x in enumerate(strides):
+                token.stride_sequence[side], token.stride_head[side] = x[:2]
+            self.token_strides = strides
+        token.keys, token.values = key.data_ptr(), value.data_ptr()
+        status = self.put(self.handle, self.arguments[2], stream_of(self.device), self.arguments[1])
+        if status:
+            _check(status, self.diag)
+
     def __del__(self) -> None:
         if getattr(self, "handle", None):
             functions().plan_destroy(self.handle)
 
 
 class StepGraph:
-    """A single token of one layer - append it to the tail, attend to everything - as one launch instead of seven."""
+    """A single token of one layer - append it to the tail, attend to everything - as one launch instead of five."""
 
-    def __init__(self, layer: Any, plan: Plan, shared: Shared, tensors: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, plan: Plan, shared: Shared, tensors: tuple[torch.Tensor, ...]) -> None:
         """tensors: query, key, value of a token, whose shapes and dtype count."""
         self.plan = plan
         query = tensors[0]
@@ -361,12 +374,12 @@ class StepGraph:
             # the same memory at every step: the next layer's work on it comes before the next token
             self.out = query.new_empty((query.shape[0], 1, query.shape[1], tensors[2].shape[3]))
         q, k, v = (part.view(x.shape) for part, x in zip(self.new.split(sizes), tensors))
-        shared.append(layer, *tensors[1:])  # nothing may be loaded while a graph is captured
+        plan.append(*tensors[1:])  # nothing may be loaded while a graph is captured
         self.graph, stream = torch.cuda.CUDAGraph(), shared.capturing()
         with torch.cuda.stream(stream):
             self.graph.capture_begin(capture_error_mode="thread_local")  # other threads copy meanwhile
             try:
-                shared.append(layer, k, v)
+                plan.append(k, v)
                 plan.attend(q, self.out)
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # or the thread would go on capturing
@@ -409,15 +422,24 @@ class DeviceAttention:
             and layer._k.shape[2] > layer.n
         )
 
-    def step(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Append a token and attend, by a graph that is made at the first of a plan's steps but one."""
-        self.shared.set_length(query.shape[0], layer.n)
-        tensors = query, key, value
-        with current(self.shared.device):
-            if self.graph is None or self.graph.plan is not self.plan:
-                assert self.plan is not None
-                self.graph = StepGraph(layer, self.plan, self.shared, tensors)
-            return self.graph.run(tensors)
+    def step(
+        self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, graphs: bool
+    ) -> torch.Tensor:
+        """Append a token and attend; graphs: by one that is made at the first of a plan's steps but one."""
+        shared, plan = self.shared, self.plan
+        assert plan is not None
+        shared.set_length(query.shape[0], layer.n)
+        with contextlib.nullcontext() if is_current(shared.device) else current(shared.device):
+            if graphs:
+                tensors = query, key, value
+                if self.graph is None or self.graph.plan is not plan:
+                    self.graph = StepGraph(plan, shared, tensors)
+                return self.graph.run(tensors)
+            plan.append(key, value)
+            B, heads, t, _ = query.shape
+            out = torch.empty((B, t, heads, layer._v.shape[3]), dtype=query.dtype, device=query.device)
+            plan.attend(query, out)
+            return out
 
     def probe(self, layer: Any, query: torch.Tensor) -> None:
         """Before a prompt is read: would the library take such layers on this device?"""

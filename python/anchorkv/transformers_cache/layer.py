@@ -149,9 +149,7 @@ class AnchorKVLayer(CacheLayerMixin):
         t = key_states.shape[2]
         if self.settings.when == "decode" and self.offset == 0 and t == 1 and self.n > 1:
             self.compress_tail()
-        self.deferred = (
-            self.settings.graphs and t == 1 and self.offset > 0 and self.gpu is not None and self.gpu.may_defer(self)
-        )
+        self.deferred = t == 1 and self.offset > 0 and self.gpu is not None and self.gpu.may_defer(self)
         if self.deferred:
             self.n += 1  # attention appends it
         else:
@@ -262,7 +260,7 @@ class AnchorKVLayer(CacheLayerMixin):
         if self.deferred and (
             mask is not None or query.dtype is not key.dtype or self.gpu.plan.dtype is not query.dtype
         ):
-            self._write(self.n - 1, key, value)  # no case for the graph
+            self._write(self.n - 1, key, value)  # no case for `step`
             self.deferred = False
         try:
             self._observe(query, mask, options.get("position_ids"))
@@ -278,7 +276,7 @@ class AnchorKVLayer(CacheLayerMixin):
             limit = 1 if query.shape[2] > 1 and self.settings.when == "forward" else self.settings.tail_limit
         else:
             if self.deferred:
-                out = self.gpu.step(self, query, key, value), None
+                out = self.gpu.step(self, query, key, value, self.settings.graphs), None
                 self.deferred = False
             else:
                 out = self._attend_compressed(query, mask), None
