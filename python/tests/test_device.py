@@ -378,7 +378,10 @@ def test_gpu_families(checked, name):
     model, ids = gpu_model(name, head_dim=32 if name == "phi3" else 64), prompt(700).cuda()
     cache = AnchorKVCache(model.config, ratio=4)
     generate(model, ids, cache, new=10)
-    assert len(checked) == 9 * len(cache.hosted) and max(checked) < NEAR[torch.float32]
+    # gpt_oss's queries are three times as long here, and so are the errors that come from rounding them: 0.0004..0.0010
+    # of the output for 11 bits of a query, against 0.0001..0.0004 for phi3
+    near = NEAR[torch.float32] * (2.5 if name == "gpt_oss" else 1)
+    assert len(checked) == 9 * len(cache.hosted) and max(checked) < near, checked
 
 
 @on_gpu
