@@ -173,6 +173,8 @@ static void carve(akv_call *c, akv_arena *arena)
             quad.padded_rest = shape.padded_rest > quad.padded_rest ? shape.padded_rest : quad.padded_rest;
             quad.anchors = h->num_anchors > quad.anchors ? h->num_anchors : quad.anchors;
             quad.levels = h->num_levels > quad.levels ? h->num_levels : quad.levels;
+            if (akv_slow_window(p->segments[i]) != 0)
+                quad.slow_anchors = h->num_anchors > quad.slow_anchors ? h->num_anchors : quad.slow_anchors;
         }
         uint32_t planes = h->rotary_dim / 2;
         most_anchors = h->num_anchors > most_anchors ? h->num_anchors : most_anchors;
@@ -212,6 +214,10 @@ static void carve(akv_call *c, akv_arena *arena)
         room.turns = AKV_TAKE(arena, double, own && has_gaps(h) ? 32 * PP : 0);
         if (!has_gaps(h))
             room.turns = NULL;
+        room.window = akv_slow_window(p->segments[i]);
+        room.slow = AKV_TAKE(arena, float, akv_slow_floats(p->segments[i], room.window, p->num_kv_heads));
+        room.lower_step = AKV_TAKE(arena, double, room.window != 0 ? 2 * AKV_QUAD_SLOW_PLANES : 0);
+        room.upper_turns = false;
         if (arena->base != NULL)
             c->tables.room[i] = room;
     }

@@ -50,6 +50,8 @@ typedef struct akv_quad_scratch {
     float *coords;      /* [dim][4] */
     float *vectors;     /* [4][dim] */
     int16_t *turn16;    /* [64][2][padded planes], where positions have gaps */
+    float *terms;       /* [slow anchors][32] of akv_quad_slow */
+    float *mean_terms;  /* [8][4] */
 } akv_quad_scratch;
 
 /* Scratch of one running task of tiles.c. */
@@ -70,6 +72,7 @@ typedef struct akv_tile_scratch {
 typedef struct akv_quad_sizes {
     uint32_t padded_planes, padded_rest, anchors, levels, dim;
     uint32_t gap_planes; /* padded planes where positions have gaps */
+    uint32_t slow_anchors; /* of segments with a window */
 } akv_quad_sizes;
 
 /* Scratch of one running task. */
@@ -102,6 +105,11 @@ typedef struct akv_turn_table {
     const double *begin;   /* [parts][2][padded planes] of each part's first position, when positions are consecutive */
     const double *turns;   /* [16][2][padded planes] of 0 to 7 positions, then 0 to 56 by eights, when they have gaps */
     uint32_t fast;         /* planes whose mean goes by table */
+    uint32_t window;       /* tokens of a window of akv_quad_slow; 0: not used */
+    const float *series;   /* [32][8] of the upper planes */
+    const float *largest;  /* [8] */
+    const float *middles;  /* [parts][windows of a part][2][32] cosine, sine of each window's middle */
+    const double *lower_step; /* step of the lower 32 planes */
 } akv_turn_table;
 
 /* The same, to be filled. */
@@ -115,6 +123,10 @@ typedef struct akv_quad_table_room {
     double *begin;
     double *turns; /* NULL: not wanted */
     uint32_t fast;
+    uint32_t window;
+    float *slow;        /* series, largest, middles */
+    double *lower_step; /* [2][32] */
+    bool upper_turns;   /* somebody wants turn16 of the upper planes */
 } akv_quad_table_room;
 
 /*
@@ -152,6 +164,16 @@ void akv_tables_begin(akv_tables *tables, const akv_attend_params *params);
 void akv_tables_help(akv_tables *tables);
 /* Until all pieces are made. */
 void akv_tables_wait(akv_tables *tables);
+
+/*
+ * Tokens of a window over which the upper half of a segment's planes turns so little that they go by polynomials
+ * (akv_quad_slow), or 0.
+ */
+uint32_t akv_slow_window(const akv_segment *segment);
+/* By which cosine (even) and sine (odd) of x u, abs(u) <= 1, enter the powers 0 to 7 of u. */
+void akv_slow_series(double x, float *out);
+/* Floats of its tables. */
+uint64_t akv_slow_floats(const akv_segment *segment, uint32_t window, uint32_t heads);
 
 /* A part is about this many tokens (attend.c). */
 uint64_t akv_part_tokens(uint64_t tokens, uint32_t heads);

@@ -28,6 +28,7 @@ typedef struct quad_range {
     float anchor_scale[AKV_QUAD_ROWS];
     float mean_rest[AKV_QUAD_ROWS];
     uint32_t rows; /* 1..4 of the quad that exist */
+    const akv_quad_slow *slow; /* the upper planes go by polynomials; or NULL */
 } quad_range;
 
 /* With fewer tokens than one in so many positions, turning the queries anew for each handful costs more than the kernels save. */
@@ -68,6 +69,8 @@ void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *
     s->coords = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
     s->vectors = AKV_TAKE(arena, float, (uint64_t)n->dim * AKV_QUAD_ROWS);
     s->turn16 = AKV_TAKE(arena, int16_t, AKV_QUAD_TILE * 2 * (uint64_t)n->gap_planes);
+    s->terms = AKV_TAKE(arena, float, 4 * AKV_QUAD_SLOW_TERMS * (uint64_t)n->slow_anchors);
+    s->mean_terms = AKV_TAKE(arena, float, n->slow_anchors != 0 ? AKV_QUAD_SLOW_TERMS * AKV_QUAD_ROWS : 0);
 }
 
 static int8_t *level_query(const quad_range *c, uint32_t l)
@@ -262,12 +265,28 @@ static const uint8_t *tile_codes(const quad_range *c, uint64_t t0, uint32_t *byt
     return c->side[AKV_SIDE_K].codes + offsets[0] + from;
 }
 
+/* The polynomials of the window that begins with this block, if one does. */
+static void window_terms(const quad_range *c, uint64_t b0)
+{
+    const akv_ladder_view *v = &c->side[AKV_SIDE_K];
+    const akv_turn_table *table = c->table;
+    const uint64_t from = b0 - c->task->begin;
+    if (c->slow == NULL || from % table->window != 0)
+        return;
+    const uint64_t part = c->task->begin / akv_part_tokens(c->header->num_tokens, c->header->num_kv_heads);
+    const uint64_t windows = akv_div_up(akv_part_tokens(c->header->num_tokens, c->header->num_kv_heads), table->window);
+    c->slow->terms(c->s->rows + 16 * AKV_QUAD_SLOW_PLANES, table->middles + (part * windows + from / table->window) * 64, table->series,
+                   table->largest, v->anchors, v->num_anchors, c->s->terms, c->s->mean_terms);
+}
+
 static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
     const uint32_t PP = c->shape.padded_planes;
     uint32_t anchor[AKV_QUAD_TILE];
     float weight[AKV_QUAD_TILE];
+    const uint32_t planes = c->slow != NULL ? AKV_QUAD_SLOW_PLANES : PP; /* that are turned tile by tile */
+    window_terms(c, b0);
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
         const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
         float *logits = c->s->logits + (size_t)t * 4;
@@ -275,8 +294,19 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
         const uint8_t *codes = tile_codes(c, b0 + t, &bytes);
         fetch_tile(c, b0 + t);
         /* on to the next tile each time: a range's products in double lose less than 1e-13 */
-        c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, c->table->step, PP, c->s->query16, c->s->mean_rows);
+        const double *step = c->slow != NULL ? c->table->lower_step : c->table->step;
+        c->kernels->turn_rows(c->s->rows, c->s->phase, c->s->phase + PP, step, planes, c->s->query16, c->s->mean_rows);
         fetch_end(c, b0 + t);
+        if (c->slow != NULL) {
+            const float half = (float)(c->table->window / 2);
+            const float first = ((float)((b0 + t - c->task->begin) % c->table->window) - half) / half;
+            c->slow->mean_logits(c->s->mean_rows, c->table->mean, c->table->fast, c->table->moments, c->s->mean_terms,
+                                 first + 31.5f / half, 32.0f / half, logits);
+            tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
+            c->slow->anchor_logits(v->anchors, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile, c->s->terms,
+                                   first, 1.0f / half, logits, codes, bytes);
+            continue;
+        }
         c->kernels->mean_logits(c->s->mean_rows, PP, c->table->mean, c->table->fast, c->table->moments, c->mean_rest, logits);
         tile_anchors(c, AKV_SIDE_K, b0 + t, in_tile, anchor, weight);
         c->kernels->anchor_logits(v->anchors, &c->shape, c->table->turn16, c->s->query16, anchor, weight, c->anchor_scale, in_tile,
@@ -469,6 +499,7 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
     c.positions = positions_of(segment);
     c.inv_freq = akv_section_of(segment, AKV_SEC_INV_FREQ);
     c.s = &s->quad;
+    c.slow = table->window != 0 ? c.kernels->slow : NULL;
     c.shape = akv_quad_shape_of(dk, h->rotary_dim, (akv_rope_style)h->rope_style);
     for (int side = 0; side < AKV_SIDES; side++) {
         c.side[side] = akv_view_ladder(segment, side, task->kv_head);
@@ -498,7 +529,10 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
         if (row0 == 0)
             fetch_anchors(&c, 2);
         akv_tables_wait(task->tables);
-        prepare_anchors(&c, query, mean);
+        if (c.slow != NULL)
+            c.slow->rows(query, (float)h->magnitude, c.side[AKV_SIDE_K].units, mean, table->middle, c.s->rows, c.anchor_scale);
+        else
+            prepare_anchors(&c, query, mean);
         if (row0 == 0)
             fetch_anchors(&c, 3);
         memset(c.s->hist, 0, AKV_QUAD_ROWS * (size_t)h->num_anchors * sizeof(float));

@@ -58,7 +58,7 @@ static void lane_tables(const double *inv_freq, uint32_t n, uint32_t j0, uint32_
             eight[i][1][l] = (float)eights[i][1][l] * (float)(1 << AKV_QUAD_TURN_BITS);
         }
     const float whole = 0x1.8p23f; /* adding and taking it away rounds to a whole number */
-    for (uint32_t o = 0; o < AKV_QUAD_TILE; o++) {
+    for (uint32_t o = 0; o < AKV_QUAD_TILE && (j0 == 0 || room->upper_turns); o++) {
         int16_t *turn = room->turn16 + ((size_t)o * PP + j0) * 2;
         const float *c = eight[o / 8][0], *s = eight[o / 8][1], *x = one[o % 8][0], *y = one[o % 8][1];
         for (uint32_t l = 0; l < L; l++)
@@ -116,6 +116,93 @@ static uint32_t padded_planes(const akv_header *h)
     return (uint32_t)akv_round_up(h->rotary_dim / 2, AKV_QUAD_LANES);
 }
 
+/* Rad over half a window: the polynomials of degree 6 and 7 are off by 4e-6 of a plane at its ends. */
+#define SLOW_TURN 1.25
+/* So many tokens of a window to an anchor make up for the anchor's polynomials. */
+#define SLOW_TOKENS 5u
+#define SLOW_LEAST_TOKENS 256u
+#define SLOW_LONGEST 4096u
+#define UPPER AKV_QUAD_SLOW_PLANES /* the upper half of 64 planes */
+
+uint32_t akv_slow_window(const akv_segment *segment)
+{
+    const akv_header *h = akv_header_of(segment);
+    if (akv_quad_best()->slow == NULL || !akv_quad_fits(segment) || h->head_dim[0] != 4 * UPPER || h->rotary_dim != 4 * UPPER ||
+        h->rope_style != AKV_ROPE_HALF_SPLIT || h->sections[AKV_SEC_POSITIONS].offset != 0 ||
+        h->num_tokens < SLOW_LEAST_TOKENS)
+        return 0;
+    const double *inv_freq = (const double *)akv_section_of(segment, AKV_SEC_INV_FREQ) + UPPER;
+    double most = 0.0;
+    for (uint32_t j = 0; j < UPPER; j++)
+        most = fabs(inv_freq[j]) > most ? fabs(inv_freq[j]) : most;
+    uint32_t window = SLOW_LONGEST;
+    while (window >= AKV_BLOCK_TOKENS && most * (window / 2) > SLOW_TURN)
+        window /= 2;
+    const uint64_t tokens = h->num_tokens < window ? h->num_tokens : window;
+    return window >= AKV_BLOCK_TOKENS && (uint64_t)h->num_anchors * SLOW_TOKENS <= tokens ? window : 0;
+}
+
+static uint64_t windows_of_part(uint64_t tokens, uint32_t window, uint32_t heads)
+{
+    return akv_div_up(akv_part_tokens(tokens, heads), window);
+}
+
+uint64_t akv_slow_floats(const akv_segment *segment, uint32_t window, uint32_t heads)
+{
+    const uint64_t tokens = akv_header_of(segment)->num_tokens;
+    if (window == 0)
+        return 0;
+    return (UPPER + 1) * AKV_QUAD_SLOW_TERMS + akv_parts_of(tokens, heads) * windows_of_part(tokens, window, heads) * 2 * UPPER;
+}
+
+/*
+ * The series up to the seventh power, the next term brought down by the Chebyshev polynomial
+ * T4*(v) = 128 v^4 - 256 v^3 + 160 v^2 - 32 v + 1 of v = u^2, which leaves 1/128 of it.
+ */
+void akv_slow_series(double x, float *out)
+{
+    double term = 1.0, powers[AKV_QUAD_SLOW_TERMS + 2];
+    for (uint32_t k = 0; k < AKV_QUAD_SLOW_TERMS + 2; k++) {
+        powers[k] = k % 4 < 2 ? term : -term;
+        term *= x / (k + 1);
+    }
+    for (uint32_t odd = 0; odd < 2; odd++) {
+        const double next = powers[AKV_QUAD_SLOW_TERMS + odd];
+        powers[odd] -= next / 128;
+        powers[2 + odd] += next / 4;
+        powers[4 + odd] -= next * 1.25;
+        powers[6 + odd] += next * 2;
+    }
+    for (uint32_t k = 0; k < AKV_QUAD_SLOW_TERMS; k++)
+        out[k] = (float)powers[k];
+}
+
+/* The polynomials of the upper planes, and the phases of the windows' middles. */
+static void slow_piece(const akv_tables *t, uint32_t i)
+{
+    const akv_segment *segment = t->params->segments[i];
+    const akv_header *h = akv_header_of(segment);
+    const double *inv_freq = (const double *)akv_section_of(segment, AKV_SEC_INV_FREQ) + UPPER;
+    const uint32_t window = t->room[i].window, heads = t->params->num_kv_heads;
+    float *series = t->room[i].slow, *largest = series + UPPER * AKV_QUAD_SLOW_TERMS, *middle = largest + AKV_QUAD_SLOW_TERMS;
+    memset(largest, 0, AKV_QUAD_SLOW_TERMS * sizeof *largest);
+    for (uint32_t j = 0; j < UPPER; j++) {
+        akv_slow_series(inv_freq[j] * (window / 2), series + j * AKV_QUAD_SLOW_TERMS);
+        for (uint32_t k = 0; k < AKV_QUAD_SLOW_TERMS; k++)
+            largest[k] = fmaxf(largest[k], fabsf(series[j * AKV_QUAD_SLOW_TERMS + k]));
+    }
+    for (uint64_t part = 0; part < akv_parts_of(h->num_tokens, heads); part++)
+        for (uint64_t w = 0; w < windows_of_part(h->num_tokens, window, heads); w++, middle += 2 * UPPER) {
+            const uint64_t token = part * akv_part_tokens(h->num_tokens, heads) + w * window + window / 2;
+            double cosine[UPPER], sine[UPPER];
+            akv_rope_phase(inv_freq, UPPER, (int64_t)h->first_position + (int64_t)token, cosine, sine);
+            for (uint32_t j = 0; j < UPPER; j++) {
+                middle[j] = (float)cosine[j];
+                middle[UPPER + j] = (float)sine[j];
+            }
+        }
+}
+
 /* Planes j0 .. j0 + 31 of a segment's tables, and of its parts' first phases. */
 static void quad_piece(const akv_tables *t, uint32_t i, uint32_t j0)
 {
@@ -129,6 +216,10 @@ static void quad_piece(const akv_tables *t, uint32_t i, uint32_t j0)
         plane_moments(inv_freq, n, j0, PP, room);
         lane_tables(inv_freq, n, j0, PP, room);
     }
+    if (room->window != 0 && j0 != 0)
+        slow_piece(t, i);
+    if (room->window != 0 && j0 == 0) /* whose tables serve may be another piece */
+        akv_rope_phase(inv_freq, UPPER, AKV_QUAD_TILE, room->lower_step, room->lower_step + UPPER);
     if (h->sections[AKV_SEC_POSITIONS].offset != 0)
         return;
     for (size_t part = 0; part < akv_parts_of(h->num_tokens, heads); part++) {
@@ -195,7 +286,7 @@ void akv_tables_begin(akv_tables *t, const akv_attend_params *params)
         const akv_segment *segment = params->segments[i];
         const akv_header *h = akv_header_of(segment);
         const uint32_t planes = h->rotary_dim / 2;
-        const akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0};
+        const akv_turn_table none = {NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 0, 0, NULL, NULL, NULL, NULL};
         t->table[i] = none;
         t->plain[i] = NULL;
         if (akv_quad_fits(segment)) {
@@ -203,7 +294,10 @@ void akv_tables_begin(akv_tables *t, const akv_attend_params *params)
             room->fast = fast_planes(akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
             const akv_quad_table_room *from = &t->room[room->from];
             const akv_turn_table table = {NULL, NULL, from->turn16, from->mean, from->moments, from->middle, from->step,
-                                          room->begin, from->turns, from->fast};
+                                          room->begin, from->turns, from->fast, room->window, room->slow,
+                                          room->slow + UPPER * AKV_QUAD_SLOW_TERMS,
+                                          room->slow + (UPPER + 1) * AKV_QUAD_SLOW_TERMS, room->lower_step};
+            t->room[room->from].upper_turns |= room->window == 0;
             t->table[i] = table;
         } else if (h->kind == AKV_SEGMENT_COMPRESSED && planes != 0) {
             const akv_turn_table *same = plain_table(t, i);

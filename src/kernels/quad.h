@@ -190,7 +190,45 @@ typedef struct akv_quad_kernels {
 
     /* out[r][i] += sum_t w[r * stride + t] * x[t][i]: x [n][dim], out [rows][dim]. */
     void (*tile_sums)(const float *w, size_t stride, uint32_t rows, const float *x, uint32_t n, uint32_t dim, float *out);
+
+    const struct akv_quad_slow *slow; /* NULL: this variant does without */
 } akv_quad_kernels;
+
+/*
+ * For keys of 64 half-split planes and nothing else, of which the upper 32 turn so little over a window of some thousand tokens that what
+ * they add to a logit is a polynomial in the token's place u in the window, -1 <= u <= 1: one per anchor and row and window instead of
+ * a turned anchor per token. u = 0 is the window's middle. The lower 32 planes go as in akv_quad_kernels.
+ */
+#define AKV_QUAD_SLOW_PLANES 32u
+#define AKV_QUAD_SLOW_TERMS 8u
+typedef struct akv_quad_slow {
+    /*
+     * Queries [4][128] times magnitude, against anchors' units and the mean key (bf16, [128] each). rows [2][2][8][32], lower planes, then upper
+     * ones, each as turn_rows takes them. Lower ones: queries in units, counted in steps as fine as 16 bits and the sums of
+     * anchor_logits allow; what goes with the mean, brought to the middle of a tile by the cosines and sines middle [2][64]. Upper ones:
+     * the same steps, the mean not brought anywhere. scale [4]: a step / 128; NaN where a row is not finite.
+     */
+    void (*rows)(const float *query, float magnitude, const uint16_t *units, const uint16_t *mean, const float *middle, float *rows,
+                 float *scale);
+
+    /*
+     * The polynomials of a window: n anchors of 128 bytes; upper as rows leaves it; phase [2][32] cosines, sines of the window's
+     * middle; series [32][8]: by which a plane's cosine (even) and sine (odd) enter each power; largest [8]: their largest magnitudes.
+     * terms [n][2][4 rows][4]: powers 0 to 3, then 4 to 7, in the units of the whole sums of anchor_logits; what multiplies the bytes is
+     * rounded to 16 bits for each row and power. mean_terms [8][4 rows], what the mean key adds.
+     */
+    void (*terms)(const float *upper, const float *phase, const float *series, const float *largest, const int8_t *anchors, uint32_t n,
+                  float *terms, float *mean_terms);
+
+    /* mean_logits of a tile whose middle is at u = middle, a token being a 32nd of `half`; mean_rows [2][4][32], moments [6][64]. */
+    void (*mean_logits)(const float *mean_rows, const float *table, uint32_t fast, const float *moments, const float *mean_terms,
+                        float middle, float half, float *logits);
+
+    /* anchor_logits of a tile; token t is at u = first + t * step. query16 covers the lower planes. */
+    void (*anchor_logits)(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
+                          const float *weight, const float *scale, uint32_t n, const float *terms, float first, float step,
+                          float *logits, const void *ahead, uint32_t ahead_bytes);
+} akv_quad_slow;
 
 #define AKV_QUADS(isa, level) extern const akv_quad_kernels akv_quad_##isa;
 #include "kernels/kernels.def"

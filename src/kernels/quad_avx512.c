@@ -242,6 +242,7 @@ const akv_quad_kernels akv_quad_avx512 = {
     bytes_dot,
     tile_dots,
     tile_sums,
+    &akv_avx512_slow,
 };
 
 #  ifdef __clang__

@@ -187,6 +187,14 @@ void akv_avx512_quantise_level(const float *z, const akv_level_list *list, int8_
 void akv_avx512_code_dots(const uint8_t *run, uint32_t n, const akv_quad_level *level, const int8_t *all_query, const int32_t *bias,
                           const float *scale, const uint16_t *slots, float *logits);
 
+/* Planes that hardly turn (quad_avx512_slow.c). */
+extern const akv_quad_slow akv_avx512_slow;
+void akv_avx512_slow_mean_logits(const float *mean_rows, const float *table, uint32_t fast, const float *moments,
+                                 const float *mean_terms, float middle, float half, float *logits);
+void akv_avx512_slow_anchor_logits(const int8_t *anchors, const int16_t *turn16, const int16_t *query16, const uint32_t *anchor,
+                                   const float *weight, const float *scale, uint32_t n, const float *terms, float first, float step,
+                                   float *logits, const void *ahead, uint32_t ahead_bytes);
+
 /* Values (quad_avx512_values.c). */
 void akv_avx512_code_sums(const uint8_t *run, uint32_t n, const akv_quad_level *level, const uint16_t *slots, const float *weights,
                           uint8_t *scratch, float *sums);

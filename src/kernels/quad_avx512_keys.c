@@ -99,10 +99,10 @@ void akv_avx512_turn_rows(const float *rows, double *cosine, double *sine, const
     }
 }
 
-void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
-                        const float *rest, float *logits)
+/* extra [6][4]: what is to be added to the series, in their order. M: planes of a row of the moments. */
+INLINE void mean_tile(const float *mean_rows, uint32_t P, const float *table, uint32_t fast, const float *moments, uint32_t M,
+                      const __m128 *extra, float *logits)
 {
-    const uint32_t P = padded_planes;
     _Alignas(64) float series[8][4]; /* [k][row]; two spare ones */
     for (uint32_t half = 0; half < 2; half++) {
         const float *m = mean_rows + half * 4 * P;
@@ -116,7 +116,7 @@ void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, cons
                 const __m512 x = _mm512_loadu_ps(m + r * P + j);
 #pragma GCC unroll 3
                 for (uint32_t k = 0; k < 3; k++)
-                    sum[k][r] = _mm512_fmadd_ps(x, _mm512_loadu_ps(moments + (3 * half + k) * P + j), sum[k][r]);
+                    sum[k][r] = _mm512_fmadd_ps(x, _mm512_loadu_ps(moments + (3 * half + k) * M + j), sum[k][r]);
             }
         /* [4 parts][4 rows] each; then the parts of three at once */
         const __m512 a = row_parts(sum[0]), b = row_parts(sum[1]), c = row_parts(sum[2]);
@@ -125,20 +125,14 @@ void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, cons
         const __m512 all = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cc, 0x88), _mm512_shuffle_f32x4(ab, cc, 0xdd)); /* a b c c */
         _mm512_storeu_ps(series[3 * half], all); /* the fourth, of the first half, is overwritten */
     }
-    const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
-                                                   14.5f, 15.5f),
-                                    _mm512_set1_ps(1.0f / 32.0f));
+#pragma GCC unroll 6
+    for (int k = 0; k < 6; k++)
+        _mm_store_ps(series[k], _mm_add_ps(_mm_load_ps(series[k]), extra[k]));
+    /* the table's planes do not wait for the series, which is a long chain */
     __m512 even[4][2], odd[4][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < 4; r++)
-#pragma GCC unroll 2
-        for (int i = 0; i < 2; i++) {
-            const __m512 d = i == 0 ? d0 : _mm512_add_ps(d0, _mm512_set1_ps(0.5f)), dd = _mm512_mul_ps(d, d);
-            const __m512 c = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[2][r]), _mm512_set1_ps(series[1][r]));
-            const __m512 s = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[5][r]), _mm512_set1_ps(series[4][r]));
-            even[r][i] = _mm512_fmadd_ps(dd, c, _mm512_set1_ps(series[0][r] + rest[r]));
-            odd[r][i] = _mm512_mul_ps(d, _mm512_fmadd_ps(dd, s, _mm512_set1_ps(series[3][r])));
-        }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++)
+        even[i / 2][i % 2] = odd[i / 2][i % 2] = _mm512_setzero_ps();
     for (uint32_t j = 0; j < fast; j++) {
         const float *t = table + (size_t)j * 64, *m = mean_rows + j;
         const __m512 c0 = _mm512_loadu_ps(t), c1 = _mm512_loadu_ps(t + 16), s0 = _mm512_loadu_ps(t + 32), s1 = _mm512_loadu_ps(t + 48);
@@ -151,6 +145,19 @@ void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, cons
             odd[r][1] = _mm512_fmadd_ps(b, s1, odd[r][1]);
         }
     }
+    const __m512 d0 = _mm512_mul_ps(_mm512_setr_ps(0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f, 8.5f, 9.5f, 10.5f, 11.5f, 12.5f, 13.5f,
+                                                   14.5f, 15.5f),
+                                    _mm512_set1_ps(1.0f / 32.0f));
+#pragma GCC unroll 4
+    for (int r = 0; r < 4; r++)
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; i++) {
+            const __m512 d = i == 0 ? d0 : _mm512_add_ps(d0, _mm512_set1_ps(0.5f)), dd = _mm512_mul_ps(d, d);
+            const __m512 c = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[2][r]), _mm512_set1_ps(series[1][r]));
+            const __m512 s = _mm512_fmadd_ps(dd, _mm512_set1_ps(series[5][r]), _mm512_set1_ps(series[4][r]));
+            even[r][i] = _mm512_add_ps(even[r][i], _mm512_fmadd_ps(dd, c, _mm512_set1_ps(series[0][r])));
+            odd[r][i] = _mm512_fmadd_ps(d, _mm512_fmadd_ps(dd, s, _mm512_set1_ps(series[3][r])), odd[r][i]);
+        }
     const __m512i reverse = _mm512_setr_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     for (int i = 0; i < 2; i++) {
         __m512 up[4], down[4];
@@ -161,6 +168,37 @@ void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, cons
         store_tokens(logits + 128 + 64 * i, up[0], up[1], up[2], up[3]);
         store_tokens(logits + 64 - 64 * i, down[0], down[1], down[2], down[3]);
     }
+}
+
+void akv_avx512_mean_logits(const float *mean_rows, uint32_t padded_planes, const float *table, uint32_t fast, const float *moments,
+                            const float *rest, float *logits)
+{
+    const __m128 zero = _mm_setzero_ps(), extra[6] = {_mm_loadu_ps(rest), zero, zero, zero, zero, zero};
+    mean_tile(mean_rows, padded_planes, table, fast, moments, padded_planes, extra, logits);
+}
+
+void akv_avx512_slow_mean_logits(const float *mean_rows, const float *table, uint32_t fast, const float *moments,
+                                 const float *mean_terms, float middle, float half, float *logits)
+{
+    /* the window's polynomial about the tile's middle; powers of half beyond the fifth are below 1e-6 */
+    const __m128 u = _mm_set1_ps(middle);
+    __m128 p[8];
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; k++)
+        p[k] = _mm_loadu_ps(mean_terms + 4 * k);
+#pragma GCC unroll 6
+    for (int k = 0; k < 6; k++)
+#pragma GCC unroll 7
+        for (int m = 6; m >= k; m--)
+            p[m] = _mm_fmadd_ps(u, p[m + 1], p[m]);
+    const __m128 h = _mm_set1_ps(half), hh = _mm_mul_ps(h, h);
+    const __m128 extra[6] = {p[0],
+                             _mm_mul_ps(p[2], hh),
+                             _mm_mul_ps(p[4], _mm_mul_ps(hh, hh)),
+                             _mm_mul_ps(p[1], h),
+                             _mm_mul_ps(p[3], _mm_mul_ps(hh, h)),
+                             _mm_mul_ps(p[5], _mm_mul_ps(_mm_mul_ps(hh, hh), h))};
+    mean_tile(mean_rows, AKV_QUAD_SLOW_PLANES, table, fast, moments, 2 * AKV_QUAD_SLOW_PLANES, extra, logits);
 }
 
 /* The sum of the four 128-bit lanes. */

@@ -22,6 +22,7 @@ const akv_quad_kernels akv_quad_avx_vnni = {
     "avxvnni",  unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels,
     list_level, quantise_level, code_dots, code_sums,   place_sums,    row_max,
     exp_sum,    histogram,      bytes_sum, bytes_dot,   tile_dots,     tile_sums,
+    NULL,
 };
 
 #    ifdef __clang__

@@ -400,5 +400,5 @@ static void tile_sums(const float *w, size_t stride, uint32_t rows, const float 
 const akv_quad_kernels AKV_ISA(akv_quad) = {
     AKV_ISA_NAME, unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels, akv_level_list_of, quantise_level, code_dots,
     code_sums,    place_sums,     row_max,   exp_sum,     histogram,     bytes_sum,   bytes_dot,
-    tile_dots,    tile_sums,
+    tile_dots,    tile_sums,      NULL,
 };

@@ -482,6 +482,19 @@ static void ladder(void)
         CASE(.name = name, .T = 2, .tail = 40, .segment_tokens = {lengths[i], lengths[i]}, .segment_kind = "ll",
              .anchors = 300, .density = i % 2 ? 1 : 0.05, .seed = i);
     }
+    /* bases of the rotary embedding with which half of the planes hardly turn over 1024, 2048 and 4096 tokens (akv_quad_slow) */
+    const double bases[] = {5e5, 1e6, 1e7};
+    for (size_t i = 0; i < sizeof bases / sizeof bases[0]; i++) {
+        cases_rope_base = bases[i];
+        const uint64_t list[] = {256, 1025, 2049, 9000};
+        for (size_t k = 0; k < sizeof list / sizeof list[0]; k++)
+            CASE(.name = "ladder slow planes", .segment_tokens = {list[k]}, .segment_kind = "l", .dk = 128, .dv = 64, .rotary = 128,
+                 .H = 1, .anchors = 30, .first_position = k % 2 ? 70001 : 0, .seed = i + 10 * k);
+        CASE(.name = "ladder slow planes and others", .segment_tokens = {1100, 300, 200, 400}, .segment_kind = "llll", .dk = 128,
+             .dv = 128, .rotary = 128, .T = 2, .G = 3, .anchors = 50, .magnitude = 1.2, .softcap = 7, .tail = 20, .shift = 1000,
+             .seed = 60 + i);
+    }
+    cases_rope_base = 10000;
     const akv_rope_style styles[] = {AKV_ROPE_HALF_SPLIT, AKV_ROPE_INTERLEAVED};
     for (int i = 0; i < 2; i++) {
         CASE(.name = "ladder partial", .style = styles[i], .rotary = 24, .segment_tokens = {1100}, .segment_kind = "l",

@@ -4,6 +4,7 @@
  * written from the contract (kernels/quad.h). Inputs lie in buffers of exactly their size, so that a sanitizer sees reading beyond.
  */
 #include "akv_test.h"
+#include "attn/attend.h"
 #include "cases.h"
 #include "kernels/cpu.h"
 #include "kernels/quad.h"
@@ -527,6 +528,153 @@ static void tiles(void)
             }
 }
 
+/* Everything that one tile of a window wants, from random queries, anchors and a mean; at the widest turn that is allowed. */
+static void slow_tile(const akv_quad_kernels *k, uint32_t half, uint32_t at, uint32_t count, float magnitude, akv_rng *rng)
+{
+    const int64_t begin = 123457; /* of the window */
+    double freq[64], step[64], cosine[32], sine[32];
+    float query[512], middle[128], rows[1024], scale[4], series[256], largest[8] = {0}, phase[64], moments[384] = {0}, mean_rows[256];
+    float mean_terms[32], logits[256], weight[64];
+    uint16_t units[128], mean[128];
+    int16_t turn16[64 * 128], query16[256];
+    uint32_t anchor[64], fast = 64;
+    void *b0;
+    int8_t *bytes = odd_bytes((size_t)count * 128, &b0, rng);
+    float *terms = must(malloc((size_t)count * 32 * sizeof *terms)), *table;
+    for (uint32_t j = 0; j < 64; j++)
+        freq[j] = pow(half / 1.25, -(double)j / 32);
+    while (fast > 0 && 31.5 * freq[fast - 1] <= AKV_QUAD_SLOW)
+        fast--;
+    table = must(malloc((fast + 1) * 64 * sizeof *table));
+    for (uint32_t i = 0; i < 512; i++)
+        query[i] = (float)random_gauss(rng);
+    for (uint32_t i = 0; i < 128; i++) {
+        units[i] = akv_f32_to_bf16((float)(0.01 + random_unit(rng)));
+        mean[i] = akv_f32_to_bf16((float)random_gauss(rng));
+    }
+    for (uint32_t j = 0; j < 64; j++) { /* the planes' units are one */
+        units[64 + j] = units[j];
+        middle[j] = (float)cos(31.5 * freq[j]);
+        middle[64 + j] = (float)sin(31.5 * freq[j]);
+        for (uint32_t t = 0; t < 64; t++) { /* what belongs to upper planes is not read */
+            turn16[t * 128 + j / 32 * 64 + j % 32] = (int16_t)(j < 32 ? rint(16384 * cos(t * freq[j])) : 32767);
+            turn16[t * 128 + j / 32 * 64 + 32 + j % 32] = (int16_t)(j < 32 ? rint(16384 * sin(t * freq[j])) : 32767);
+        }
+        const double x = 32 * freq[j], moment[6] = {1, -x * x / 2, x * x * x * x / 24, x, -x * x * x / 6, x * x * x * x * x / 120};
+        for (uint32_t e = 0; e < 6 && j >= fast; e++)
+            moments[e * 64 + j] = (float)moment[e];
+        for (uint32_t i = 0; i < 32 && j < fast; i++) {
+            table[j * 64 + i] = (float)cos((i + 0.5) * freq[j]);
+            table[j * 64 + 32 + i] = (float)sin((i + 0.5) * freq[j]);
+        }
+    }
+    for (uint32_t j = 0; j < 32; j++) {
+        akv_slow_series(freq[32 + j] * half, series + j * 8);
+        for (uint32_t e = 0; e < 8; e++)
+            largest[e] = fmaxf(largest[e], fabsf(series[j * 8 + e]));
+        phase[j] = (float)cos((double)(begin + half) * freq[32 + j]);
+        phase[32 + j] = (float)sin((double)(begin + half) * freq[32 + j]);
+        cosine[j] = cos((double)(begin + at) * freq[j]);
+        sine[j] = sin((double)(begin + at) * freq[j]);
+        step[j] = cos(64 * freq[j]);
+        step[32 + j] = sin(64 * freq[j]);
+    }
+    for (uint32_t t = 0; t < 64; t++) {
+        anchor[t] = (uint32_t)akv_rng_below(rng, count);
+        weight[t] = (float)random_gauss(rng);
+    }
+    k->slow->rows(query, magnitude, units, mean, middle, rows, scale);
+    k->slow->terms(rows + 512, phase, series, largest, bytes, count, terms, mean_terms);
+    k->turn_rows(rows, cosine, sine, step, 32, query16, mean_rows);
+    const float first = ((float)at - (float)half) / (float)half;
+    k->slow->mean_logits(mean_rows, table, fast, moments, mean_terms, first + 31.5f / (float)half, 32.0f / (float)half, logits);
+    k->slow->anchor_logits(bytes, turn16, query16, anchor, weight, scale, 64, terms, first, 1.0f / (float)half, logits, bytes, 128);
+    for (uint32_t t = 0; t < 64; t++)
+        for (uint32_t r = 0; r < 4; r++) {
+            double want = 0, near = 0;
+            for (uint32_t j = 0; j < 64; j++) {
+                const double c = cos((double)(begin + at + t) * freq[j]), s = sin((double)(begin + at + t) * freq[j]);
+                const double q0 = (double)query[r * 128 + j] * magnitude, q1 = (double)query[r * 128 + 64 + j] * magnitude;
+                const double unit = weight[t] * akv_bf16_to_f32(units[j]), m0 = akv_bf16_to_f32(mean[j]), m1 = akv_bf16_to_f32(mean[64 + j]);
+                const double a0 = unit * bytes[anchor[t] * 128 + j], a1 = unit * bytes[anchor[t] * 128 + 64 + j];
+                want += c * (q0 * (a0 + m0) + q1 * (a1 + m1)) + s * (q1 * (a0 + m0) - q0 * (a1 + m1));
+                /* Lower planes: an anchor's coordinates are turned by two products that are rounded to 1/128, by half a step each, of
+                 * cosines known to 2^-15. Upper ones: the polynomial's 4e-6. All: half a step of the query times the bytes, upper
+                 * ones once for each power, largest adding up to 3.5. The mean: phases as floats at 1e5 rad of the first plane are exact
+                 * to 2^-24, the series of the tile to 7e-8 a plane, and some dozen roundings. */
+                near += j < 32 ? (fabs(q0) + fabs(q1)) * (fabs(unit) / 128 + (fabs(a0) + fabs(a1)) / 32768)
+                               : 4e-6 * hypot(q0, q1) * hypot(a0, a1);
+                near += (j < 32 ? 0.5 : 1.75) * 128 * scale[r] * fabs(weight[t]) * (fabs(a0) + fabs(a1)) / fabs(unit);
+                near += 5e-6 * hypot(q0, q1) * (hypot(m0, m1) + hypot(a0, a1));
+            }
+            CHECK_NEAR(logits[akv_quad_slot(t) * 4 + r], want, near, "%s: window %u, tile %u, token %u, row %u", k->isa, 2 * half, at, t, r);
+        }
+    free(b0);
+    free(terms);
+    free(table);
+}
+
+static void slow_planes(void)
+{
+    akv_rng rng = {31};
+    for (double x = 0; x <= 1.25; x += 0.125) { /* left: 1/128 of the next term (1.2e-6), the one after it (2.6e-6), fp32 */
+        float series[8];
+        akv_slow_series(x, series);
+        for (double u = -1; u <= 1; u += 0.03125) {
+            double cosine = 0, sine = 0;
+            for (int e = 0; e < 8; e++)
+                *(e % 2 == 0 ? &cosine : &sine) += series[e] * pow(u, e);
+            CHECK_NEAR(cosine, cos(x * u), 4.2e-6, "series of %g at %g", x, u);
+            CHECK_NEAR(sine, sin(x * u), 1e-6, "series of %g at %g", x, u);
+        }
+    }
+    FOR_VARIANTS(k) {
+        for (uint32_t half = 512; k->slow != NULL && half <= 2048; half *= 2)
+            for (uint32_t at = 0; at < 2 * half; at += at == 0 ? half - 64 : at < half ? 64 : half - 64)
+                for (uint32_t count = 1; count <= 17; count += 8)
+                    slow_tile(k, half, at, count, count == 9 ? 1.3f : 1.0f, &rng);
+        if (k->slow == NULL)
+            continue;
+        /* rows that are not finite, nothing at all, or nothing in the lower planes */
+        float query[512] = {0}, middle[128], rows[1024], scale[4];
+        uint16_t units[128], mean[128];
+        for (uint32_t i = 0; i < 128; i++) {
+            units[i] = mean[i] = akv_f32_to_bf16(1);
+            middle[i] = 1;
+        }
+        query[0] = NAN;
+        query[128 + 70] = INFINITY;
+        query[3 * 128 + 40] = 2;
+        k->slow->rows(query, 1, units, mean, middle, rows, scale);
+        CHECK(isnan(scale[0]) && isnan(scale[1]) && scale[2] == 0 && scale[3] > 0);
+        for (uint32_t i = 0; i < 32; i++)
+            CHECK(rows[i] == 0 && rows[32 + i] == 0 && rows[512 + i] == 0 && rows[512 + 32 + i] == 0);
+        CHECK_NEAR(rows[512 + 3 * 32 + 8] * scale[3] * 128, 2, 1e-6, "%s: an upper plane alone", k->isa);
+    }
+    /* which segments have windows, and how long */
+    const struct {
+        double base;
+        uint32_t dim, anchors;
+        uint64_t tokens;
+        int gaps;
+        akv_rope_style style;
+        uint32_t window;
+    } cases[] = {{1e6, 128, 40, 3000, 0, AKV_ROPE_HALF_SPLIT, 2048}, {5e5, 128, 40, 3000, 0, AKV_ROPE_HALF_SPLIT, 1024},
+                 {1e7, 128, 40, 3000, 0, AKV_ROPE_HALF_SPLIT, 4096}, {1e4, 128, 40, 3000, 0, AKV_ROPE_HALF_SPLIT, 0},
+                 {1e6, 128, 40, 3000, 1, AKV_ROPE_HALF_SPLIT, 0},    {1e6, 128, 40, 3000, 0, AKV_ROPE_INTERLEAVED, 0},
+                 {1e6, 64, 40, 3000, 0, AKV_ROPE_HALF_SPLIT, 0},     {1e6, 128, 500, 3000, 0, AKV_ROPE_HALF_SPLIT, 0},
+                 {1e6, 128, 8, 200, 0, AKV_ROPE_HALF_SPLIT, 0},      {1e6, 128, 8, 256, 0, AKV_ROPE_HALF_SPLIT, 2048}};
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const spec sp = {.name = "window", .S = cases[i].tokens, .H = 1, .G = 1, .dk = cases[i].dim, .dv = 64, .W = 1,
+                         .rotary = cases[i].dim, .style = cases[i].style, .gaps = cases[i].gaps, .keep = 1, .seed = i};
+        cases_rope_base = cases[i].base;
+        akv_segment *segment = random_ladder_segment(&sp, cases[i].anchors, 0.5, i);
+        CHECK(akv_slow_window(segment) == (akv_quad_best()->slow != NULL ? cases[i].window : 0));
+        akv_segment_release(segment);
+    }
+    cases_rope_base = 10000;
+}
+
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
@@ -538,6 +686,7 @@ int main(int argc, char **argv)
     TEST(unpacking);
     TEST(turning);
     TEST(anchors);
+    TEST(slow_planes);
     TEST(sorting);
     TEST(lists);
     TEST(codes);
