@@ -7,6 +7,7 @@
 #define AKV_ATTEND_H
 
 #include "core/arena.h"
+#include "core/maths.h"
 #include "core/segment.h"
 #include "kernels/kernels.h"
 
@@ -15,11 +16,12 @@
 /* Most query rows handled together by the paths that keep logits of a whole block. */
 #define AKV_ATTEND_ROWS 32u
 /*
- * With more rows than this a KV head's tokens are brought to f32 tile by tile (tiles.c), for so many rows at a time. For LADDER
- * segments that pays late: rebuilding takes about 950 ns per token at d = 128, a row then 5 ns instead of 8.5.
+ * With more rows than this a KV head's tokens are rebuilt tile by tile (tiles.c), for so many rows at a time. For LADDER segments
+ * that pays late: at d = 128, 10x, rebuilding takes about 500 ns per token, a row then 2.5 ns instead of 5.8 (AVX2: 700, 6 and
+ * 12), so that both take the same at 150 rows (AVX2: 130).
  */
 #define AKV_TILE_ROWS 24u
-#define AKV_TILE_LADDER_ROWS 288u
+#define AKV_TILE_LADDER_ROWS 144u
 #define AKV_TILE_MOST_ROWS 512u
 /* Positions are turned as (multiple of this) + offset; offsets have a table. */
 #define AKV_TURN_SPAN 64
@@ -59,8 +61,16 @@ typedef struct akv_tile_scratch {
     float *keys;               /* [64, d_k] */
     float *turned_keys;        /* [d_k, 64] */
     float *values;             /* [64, d_v] */
-    float *logits;             /* [rows, 64] */
+    float *logits;             /* [rows, 64]; then weights */
     float *shrink;             /* [rows] */
+    int16_t *packed_queries;   /* [rows, d_k + 1]; this and the rest for kernels/tile.h */
+    int16_t *packed_keys;      /* [(d_k + 1) / 2, 64, 2], of residuals too */
+    int16_t *packed_values;    /* [32, d_v, 2] */
+    float *query_scale;        /* [rows] */
+    float *token_scale[AKV_SIDES]; /* [64] */
+    int16_t *packed_basis[AKV_SIDES]; /* [basis_dim, even basis_cols] */
+    float *basis_scale[AKV_SIDES];    /* [basis_dim] */
+    float *turns;              /* [planes][2][64] cosines and sines of a tile's positions from its first on */
     double *phase;             /* [4, rotary_dim / 2] */
     float *residual;           /* [dim, 64] */
     float *turned_values;      /* [d_v, 64] */
@@ -181,6 +191,15 @@ size_t akv_parts_of(uint64_t tokens, uint32_t heads);
 
 /* Load the task's query rows into scratch->query as f32. */
 void akv_load_queries(const akv_task *task, akv_scratch *scratch);
+
+/* Row r's n unscaled logits scaled, capped, and where masked is set hidden or shifted; the largest of them and of max. */
+float akv_softmax_logits(const akv_task *task, uint32_t r, float *logits, uint64_t b0, uint32_t n, bool masked, float max);
+
+/* By what a row's sums are multiplied when its largest logit becomes `max`, which is finite. */
+static inline float akv_softmax_shrink(float before, float max)
+{
+    return before == max ? 1.0f : before == -INFINITY ? 0.0f : akv_expf(before - max);
+}
 
 /*
  * Fold one block of n unscaled logits per row (row stride in elements) into the running max and sum: scaled, capped,

@@ -42,29 +42,34 @@ static void apply_mask(const akv_attend_params *p, float *logits, uint32_t t, ui
             logits[i] = -INFINITY;
 }
 
-void akv_softmax_block(const akv_task *task, float *logits, size_t stride, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
-                       float *shrink)
+float akv_softmax_logits(const akv_task *task, uint32_t r, float *logits, uint64_t b0, uint32_t n, bool masked, float max)
 {
     const akv_attend_params *p = task->params;
     const akv_kernels *kernels = task->kernels;
     const float cap = (float)p->logit_softcap;
+    if (cap == 0.0f && !masked)
+        return kernels->scale_max(logits, n, (float)p->sm_scale, max);
+    kernels->scale_max(logits, n, (float)p->sm_scale, -INFINITY);
+    if (cap != 0.0f)
+        soft_cap(logits, n, cap);
+    if (masked)
+        apply_mask(p, logits, (task->row0 + r) % p->num_queries, b0, n);
+    return kernels->scale_max(logits, n, 1.0f, max);
+}
+
+void akv_softmax_block(const akv_task *task, float *logits, size_t stride, uint64_t b0, uint32_t n, bool masked, float *max, float *sum,
+                       float *shrink)
+{
     for (uint32_t r = 0; r < task->rows; r++) {
         float *l = logits + r * stride;
-        float m = kernels->scale_max(l, n, (float)p->sm_scale, cap == 0.0f && !masked ? max[r] : -INFINITY);
-        if (cap != 0.0f || masked) {
-            if (cap != 0.0f)
-                soft_cap(l, n, cap);
-            if (masked)
-                apply_mask(p, l, (task->row0 + r) % p->num_queries, b0, n);
-            m = kernels->scale_max(l, n, 1.0f, max[r]);
-        }
+        const float m = akv_softmax_logits(task, r, l, b0, n, masked, max[r]);
         if (m == -INFINITY) { /* nothing visible yet: weights and their sum are 0 (or NaN, which must not get lost) */
-            sum[r] += kernels->exp_sum(l, n, 0.0f);
+            sum[r] += task->kernels->exp_sum(l, n, 0.0f);
             shrink[r] = 1.0f;
             continue;
         }
-        shrink[r] = max[r] == -INFINITY ? 0.0f : akv_expf(max[r] - m);
-        sum[r] = sum[r] * shrink[r] + kernels->exp_sum(l, n, m);
+        shrink[r] = akv_softmax_shrink(max[r], m);
+        sum[r] = sum[r] * shrink[r] + task->kernels->exp_sum(l, n, m);
         max[r] = m;
     }
 }

@@ -6,6 +6,7 @@
 #include "kernels/kernels.h"
 #include "kernels/matrix.h"
 #include "kernels/quad.h"
+#include "kernels/tile.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -150,6 +151,15 @@ const akv_coder_kernels *akv_coder_best(void)
     const akv_cpu_level cpu = akv_cpu();
     const akv_coder_kernels *best = NULL;
 #define AKV_CODERS(isa, level) TAKE(akv_coder_##isa, level)
+#include "kernels/kernels.def"
+    return best;
+}
+
+const akv_tile_kernels *akv_tile_best(void)
+{
+    const akv_cpu_level cpu = akv_cpu();
+    const akv_tile_kernels *best = NULL;
+#define AKV_TILES(isa, level) TAKE(akv_tile_##isa, level)
 #include "kernels/kernels.def"
     return best;
 }

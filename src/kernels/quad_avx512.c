@@ -88,21 +88,6 @@ static void row_max(const float *x, uint32_t n, float *max)
     _mm_storeu_ps(max, fold_max(_mm512_max_ps(best0, best1)));
 }
 
-INLINE __m512 exp_lanes(__m512 x)
-{
-    const __mmask16 live = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ); /* NaN lives on */
-    const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1.715476p+0f)), 8);
-    const __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(-0x1.05c61p-29f), _mm512_fnmadd_ps(k, _mm512_set1_ps(0x1.62e43p-1f), x));
-    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(1.0f / 5040.0f), _mm512_set1_ps(1.0f / 720.0f)); /* Taylor to degree 7 */
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(live, p, k);
-}
-
 static void exp_sum(float *x, uint32_t n, const float *max, float *sum)
 {
     const __m512 m = _mm512_broadcast_f32x4(_mm_loadu_ps(max));

@@ -32,6 +32,22 @@ INLINE uint64_t low_bits(uint32_t n)
     return _bzhi_u64(~UINT64_C(0), n);
 }
 
+/* exp(x), x <= 0 (kernels.h, exp_sum). */
+INLINE __m512 exp_lanes(__m512 x)
+{
+    const __mmask16 live = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ); /* NaN lives on */
+    const __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(0x1.715476p+0f)), 8);
+    const __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(-0x1.05c61p-29f), _mm512_fnmadd_ps(k, _mm512_set1_ps(0x1.62e43p-1f), x));
+    __m512 p = _mm512_fmadd_ps(r, _mm512_set1_ps(1.0f / 5040.0f), _mm512_set1_ps(1.0f / 720.0f)); /* Taylor to degree 7 */
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_maskz_scalef_ps(live, p, k);
+}
+
 /* Four rows of 16 tokens -> four vectors of [4 tokens][4 rows], token 4 * lane128 + i in vector i: slot order. */
 #define TRANSPOSE(a, b, c, d)                                                                                                  \
     do {                                                                                                                       \
