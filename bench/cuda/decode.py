@@ -9,6 +9,7 @@ L2 is cold; CUDA graphs, median of 60 replays. Dense peers: torch scaled_dot_pro
 not expanded. Limits: dense bytes, compressed bytes over the copy bandwidth measured here. Accuracy: against float64
 attention over what the CPU library decodes from the segment.
 """
+import concurrent.futures
 import ctypes as C
 import os
 import statistics
@@ -48,6 +49,8 @@ class Step(C.Structure):
 
 
 lib = C.CDLL(os.path.abspath(sys.argv[1]))
+# packing and decoding would take most of the time
+workers = concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1))
 
 
 def call(name, *args):
@@ -72,9 +75,12 @@ class Segment:
     def decode(self):
         k = np.empty((self.H, self.S, self.d), np.float32)
         v = np.empty_like(k)
-        for h in range(self.H):
+
+        def head(h):
             call("akv_segment_decode", self.handle, C.c_uint32(h), C.c_uint64(0), C.c_uint64(self.S), C.c_void_p(k[h].ctypes.data),
                  C.c_void_p(v[h].ctypes.data))
+
+        list(workers.map(head, range(self.H)))
         return torch.from_numpy(k), torch.from_numpy(v)
 
     def upload(self):
@@ -95,8 +101,8 @@ class Plan:
         self.k = torch.randn(batch, segment.H, max(tail, 1), segment.d, device=DEV).bfloat16()
         self.v = torch.randn(batch, segment.H, max(tail, 1), segment.d, device=DEV).bfloat16()
         self.device_bytes = 0
-        for i in range(batch):
-            memory, handle, n = segment.upload()
+        uploads = list(workers.map(lambda _: segment.upload(), range(batch)))
+        for i, (memory, handle, n) in enumerate(uploads):
             self.device_bytes += n
             array = (C.c_void_p * 1)(handle)
             self.keep += [memory, array, handle]

@@ -34,18 +34,9 @@ static __device__ __forceinline__ void sync_stream(uint32_t stream)
     asm volatile("bar.sync %0, %1;" ::"r"(stream + 1), "n"(STREAM_THREADS) : "memory");
 }
 
-static __device__ __forceinline__ uint32_t pack_bf16(float low, float high)
-{
-    uint32_t y;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
-    return y;
-}
-
 static __device__ __forceinline__ void mma_bf16(float acc[4], const uint32_t a[4], uint32_t b0, uint32_t b1)
 {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    mma_bf16(acc, a[0], a[1], a[2], a[3], b0, b1);
 }
 
 /* Share of a squared weight that its token gives to the one `distance` further on. */

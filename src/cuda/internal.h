@@ -72,7 +72,10 @@ typedef struct akv_pool {
     const uint8_t *packed;
     uint32_t sequence;
     uint32_t unused;
+    akv_packed head_of_packed; /* what packed begins with */
 } akv_pool;
+
+_Static_assert(sizeof(akv_pool) % 16 == 0, "copied in pieces of 16 bytes");
 
 /*
  * Queries of one (pool, KV head, chunk of rows) as queries.cu leaves them for the span kernel: byte offsets. Prepared
@@ -164,6 +167,7 @@ typedef struct akv_cuda_call {
     const uint32_t *first_item; /* [num_span_blocks + 1] */
     const akv_span_item *span_items;
     const akv_pool *pools;
+    akv_pool first_pool;        /* pools[0]: comes with the launch, where reading it would be a wait */
     uint8_t *prepared;          /* [num_pools, H, chunks of rows, prepared_bytes] */
     akv_cuda_paper paper;
     akv_code_values values;

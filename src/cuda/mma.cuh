@@ -37,6 +37,14 @@ static __device__ __forceinline__ void mma_f16(float acc[4], uint32_t a0, uint32
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+static __device__ __forceinline__ void mma_bf16(float acc[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                                uint32_t b0, uint32_t b1)
+{
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
 /* A register of whatever value: for rows of operands whose products nobody reads. */
 static __device__ __forceinline__ uint32_t any_value(void)
 {
@@ -68,6 +76,12 @@ static __device__ __forceinline__ uint32_t pack_halves(float x, float y)
     return as_u32(__floats2half2_rn(x, y));
 }
 
+static __device__ __forceinline__ uint32_t pack_bf16(float x, float y)
+{
+    const __nv_bfloat162 both = __floats2bfloat162_rn(x, y);
+    return *reinterpret_cast<const uint32_t *>(&both);
+}
+
 /* (x, y) turned back by the angle of (cos, sin): x cos + y sin, y cos - x sin. */
 static __device__ __forceinline__ void turn_back(uint2 q, uint2 turn, uint32_t *x, uint32_t *y)
 {
@@ -89,6 +103,13 @@ static __device__ __forceinline__ void copy_async(void *to, const void *from)
 {
     const uint32_t s = (uint32_t)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(s), "l"(from) : "memory");
+}
+
+/* 4 bytes, likewise. */
+static __device__ __forceinline__ void copy_word_async(void *to, const void *from)
+{
+    const uint32_t s = (uint32_t)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(s), "l"(from) : "memory");
 }
 
 static __device__ __forceinline__ void await_copies(void)
@@ -120,11 +141,11 @@ static __device__ __forceinline__ void store_shared_if(bool there, uint32_t to, 
                  : "memory");
 }
 
-/* A range to L2, both ends multiples of 16, by a block of threads. */
-template <int THREADS> static __device__ __forceinline__ void fetch_range(const uint8_t *from, uint32_t bytes)
+/* A range to L2, both ends multiples of 16, by a block of threads, or by one where there is an instruction for it. */
+template <int THREADS, int WHO> static __device__ __forceinline__ void fetch_range(const uint8_t *from, uint32_t bytes)
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    if (threadIdx.x == 0 && bytes > 0)
+    if (threadIdx.x == WHO && bytes > 0)
         asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #else
 #    pragma unroll 1

@@ -50,7 +50,7 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
     p->num_tokens = h->num_tokens;
     p->num_kv_heads = h->num_kv_heads;
     p->num_anchors = h->num_anchors;
-    p->span_tokens = akv_span_tokens(h->num_tokens);
+    p->span_tokens = akv_span_tokens(h->num_tokens, h->head_dim[0]);
     p->num_spans = (uint32_t)akv_div_up(h->num_tokens, p->span_tokens);
     p->num_levels = h->num_levels;
     p->first_position = h->first_position;
@@ -74,7 +74,8 @@ akv_status akv_pack_plan(const akv_segment *segment, akv_packed *p, akv_diag *di
         p->basis_dim[side] = h->basis_dim[side];
         p->basis_cols[side] = h->basis_cols[side];
         const uint64_t columns = side == AKV_SIDE_V ? akv_round_up(p->basis_cols[side], 16) * d
-                                                    : (uint64_t)p->basis_cols[side] * p->basis_dim[side];
+                                                    : akv_round_up(p->basis_cols[side], 32) *
+                                                          akv_round_up(p->basis_dim[side], 16);
         PUT(p->anchors[side], H * (side == AKV_SIDE_V ? akv_round_up(k, 16) : k) * d);
         PUT(p->anchor_scales[side], H * k * 4);
         PUT(p->units[side], H * d * 4);
@@ -165,11 +166,8 @@ static void write_head(const akv_segment *segment, const akv_packed *p, const ak
     for (int side = 0; side < AKV_SIDES; side++) {
         float *scales = (float *)(void *)(out + p->anchor_scales[side]) + head * k;
         float *units = (float *)(void *)(out + p->units[side]) + head * p->dim[side];
-        const uint64_t basis = (uint64_t)p->basis_cols[side] * p->basis_dim[side];
         for (uint64_t a = 0; a < k; a++)
             scales[a] = akv_f16_to_f32(v[side].anchor_scales[a]);
-        if (basis > 0 && side == AKV_SIDE_K)
-            memcpy(out + p->basis[side] + head * basis, v[side].basis, basis);
         if (p->basis_cols[side] > 0)
             memcpy(out + p->basis_scales[side] + (uint64_t)head * p->basis_cols[side] * 4, v[side].basis_scales, p->basis_cols[side] * 4u);
         for (uint32_t i = 0; side == AKV_SIDE_V && i < p->dim[1]; i++)
@@ -187,6 +185,13 @@ static void write_head(const akv_segment *segment, const akv_packed *p, const ak
             basis[akv_value_operand(dv, a, i)] =
                 (uint8_t)((a < cols && i < n ? v[1].basis[(uint64_t)a * n + i] : 0) + 128);
     }
+    const uint32_t key_cols = (uint32_t)akv_round_up(p->basis_cols[0], 32), key_n = p->basis_dim[0],
+                   key_dims = (uint32_t)akv_round_up(key_n, 16);
+    uint8_t *key_basis = out + p->basis[0] + (uint64_t)head * key_cols * key_dims;
+    for (uint32_t a = 0; a < key_cols; a++)
+        for (uint32_t i = 0; i < key_dims; i++)
+            key_basis[akv_value_operand(key_cols, i, a)] =
+                (uint8_t)((a < p->basis_cols[0] && i < key_n ? v[0].basis[(uint64_t)a * key_n + i] : 0) + 128);
     uint8_t *anchors = out + p->anchors[0] + head * k * dk;
     for (uint32_t s = 0; s < p->steps; s++)
         for (uint32_t i = 0; i < 8; i++) {

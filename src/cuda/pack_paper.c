@@ -94,7 +94,7 @@ void akv_paper_plan(const akv_segment *segment, akv_paper *p)
     p->dim = h->head_dim[0];
     p->steps = p->dim / 16;
     p->fast_steps = akv_sort_planes(h, akv_section_of(segment, AKV_SEC_INV_FREQ), planes);
-    p->span_tokens = p->fast_steps < p->steps ? akv_span_tokens(h->num_tokens) : 1024;
+    p->span_tokens = p->fast_steps < p->steps ? akv_span_tokens(h->num_tokens, h->head_dim[0]) : 1024;
     p->num_spans = (uint32_t)akv_div_up(h->num_tokens, p->span_tokens);
     p->first_position = h->first_position;
     const uint64_t slow = p->steps - p->fast_steps;

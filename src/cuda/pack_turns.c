@@ -7,9 +7,14 @@
 #include <math.h>
 #include <stdlib.h>
 
-uint32_t akv_span_tokens(uint64_t tokens)
+/*
+ * Long spans cost less (groups filled up, barriers, what a warp does once a span), short ones give a single sequence's
+ * blocks something to do. A short segment fills a GPU in large batches only, whatever its spans are. Large heads need
+ * the shared memory for themselves.
+ */
+uint32_t akv_span_tokens(uint64_t tokens, uint32_t dim)
 {
-    return tokens <= 32768 ? 1024 : AKV_PACK_MAX_SPAN;
+    return tokens <= 32768 && (tokens > 4096 || dim > 128) ? 1024 : AKV_PACK_MAX_SPAN;
 }
 
 static int faster(const void *a, const void *b)

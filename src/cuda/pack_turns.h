@@ -13,7 +13,7 @@ typedef struct akv_plane {
 } akv_plane;
 
 /* Tokens of a span: short segments need short spans to fill a GPU, long ones waste fewer filled-up groups. */
-uint32_t akv_span_tokens(uint64_t tokens);
+uint32_t akv_span_tokens(uint64_t tokens, uint32_t dim);
 
 /* Planes by falling speed; returns how many steps of eight planes are fast: half of them, or all. */
 uint32_t akv_sort_planes(const akv_header *h, const double *inv_freq, akv_plane *planes);

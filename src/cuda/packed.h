@@ -136,7 +136,11 @@ typedef struct akv_packed {
      */
     uint64_t span_turns;
     uint64_t coords_order;     /* u16 [dim_k] COORDS */
-    uint64_t basis[2];         /* keys: i8 [H, cols, basis_dim]; values: operands as anchors, u8 [H, cols / 16, ...] */
+    /*
+     * operands of bytes + 128; values: as anchors, [H, cols / 16, ...]; keys: the other way round, [H, basis_dim / 16,
+     * cols / 32, 32 lanes, 2 tiles, 8]
+     */
+    uint64_t basis[2];
     uint64_t basis_scales[2];  /* f32 [H, cols] */
     uint64_t key_levels;       /* akv_key_level [H, L] */
     uint64_t key_planes;       /* akv_key_plane [H, key_tiles, 32] */

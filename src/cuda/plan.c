@@ -233,7 +233,7 @@ static uint64_t cut_spans(const akv_cuda_segment *segment, uint32_t sequence, ui
     const akv_packed *p = &segment->packed;
     uint64_t most = 0;
     if (l->pools != NULL) {
-        const akv_pool pool = {segment->device, sequence, 0};
+        const akv_pool pool = {segment->device, sequence, 0, *p};
         l->pools[at->num_pools] = pool;
     }
     for (uint32_t head = 0; head < heads; head++) {
@@ -495,8 +495,8 @@ static void fill_values(akv_code_values *v)
  * Items, tails and slots into the front of the workspace, by one copy; with maxima and sums of the partial states, since
  * heads may have fewer items than slots: those stay empty.
  */
-static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, uint32_t *paper_first_item, cudaStream_t stream,
-                       akv_diag *diag)
+static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, uint32_t *paper_first_item,
+                       akv_pool *first_pool, cudaStream_t stream, akv_diag *diag)
 {
     const size_t bytes = at->acc;
     uint8_t *host = calloc(1, bytes + 1);
@@ -507,6 +507,8 @@ static akv_status send(const akv_cuda_batch *b, places *at, uint8_t *workspace, 
                      (akv_pool *)(void *)(host + at->pools), (uint32_t *)(void *)(host + at->first_slot),
                      (akv_paper_item *)(void *)(host + at->paper_items), paper_first_item};
     cut(b, &l, at);
+    if (at->num_pools > 0)
+        *first_pool = l.pools[0];
     for (size_t i = 0; i < (at->sum - at->max) / sizeof(float); i++)
         ((float *)(void *)(host + at->max))[i] = -INFINITY;
     akv_tail *tails = (akv_tail *)(void *)(host + at->tails);
@@ -594,7 +596,7 @@ static akv_status create(const akv_cuda_batch *batch, const places *where, uint8
         return akv_fail(diag, AKV_E_NO_MEMORY, "no memory for a plan of %zu bytes", sizeof *plan);
     akv_cuda_call *c = &plan->call;
     uint32_t paper_first_item[AKV_CUDA_BLOCKS + 2]; /* first_item[0], then one a block */
-    akv_status status = send(batch, &at, ws, paper_first_item, stream, diag);
+    akv_status status = send(batch, &at, ws, paper_first_item, &c->first_pool, stream, diag);
     if (status != AKV_OK) {
         free(plan);
         return status;

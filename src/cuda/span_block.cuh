@@ -217,9 +217,12 @@ template <int D, int NR, int NF> struct span_block {
             copy_async(shared + to + e, (const uint8_t *)from + e);
     }
 
-    __device__ __forceinline__ void fetch(uint64_t from, uint64_t bytes)
+    /* A range to L2, widened to multiples of 16; warp WHO asks, so that several ranges are asked for at once. */
+    template <int WHO> __device__ __forceinline__ void fetch(uint64_t from, uint64_t bytes)
     {
-        fetch_range<THREADS>(base + from, (uint32_t)bytes);
+        const uint32_t before = (uint32_t)from & 15u;
+        if (bytes > 0)
+            fetch_range<THREADS, WHO * 32>(base + from - before, ((uint32_t)bytes + before + 15u) & ~15u);
     }
 
     __device__ __forceinline__ const akv_packed_span *spans()
@@ -252,6 +255,7 @@ template <int D, int NR, int NF> struct span_block {
 
     /* span_setup.cuh, span_keys.cuh, span_values.cuh */
     __device__ __forceinline__ void set_up(const akv_span_item &item, bool first);
+    __device__ __forceinline__ void fetch_closing(const akv_span_item &item);
     __device__ __forceinline__ uint32_t touch(const akv_packed_span *sp, int side);
     __device__ __forceinline__ void turn_queries(uint32_t span);
     __device__ __forceinline__ void hide_beyond(uint32_t count);

@@ -46,8 +46,9 @@ __device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_ite
         const uint64_t bytes = (uint64_t)k * D, each = ((bytes + 127) / 128 + shares - 1) / shares * 128,
                        from = each * (item.first_span / item.num_spans);
         if (from < bytes)
-            fetch(p->anchors[0] + head * bytes + from, bytes - from < each ? bytes - from : each);
-        fetch(span->words, span->end - span->words);
+            fetch<1>(p->anchors[0] + head * bytes + from, bytes - from < each ? bytes - from : each);
+        fetch<0>(span->words, span->end - span->words);
+        fetch<4>(p->anchor_scales[0] + (uint64_t)head * k * 4, k * 4);
     }
     zero(at.logits, at.tables - at.logits);
     if (tid < NR) {
@@ -61,6 +62,22 @@ __device__ __forceinline__ void span_block<D, NR, NF>::set_up(const akv_span_ite
     const uint32_t chunks = (c.rows + NR - 1) / NR;
     copy(at.tables, c.prepared + ((size_t)(item.pool * c.H + head) * chunks + row0 / NR) * c.prepared_bytes,
          queries_at.total);
+}
+
+/* To L2: this block's share of the value anchors, and what else the item closes with. */
+template <int D, int NR, int NF>
+__device__ __forceinline__ void span_block<D, NR, NF>::fetch_closing(const akv_span_item &item)
+{
+    const uint32_t k = p->num_anchors, shares = (p->num_spans + item.num_spans - 1) / item.num_spans,
+                   tiles = (k + 15) / 16, each = (tiles + shares - 1) / shares,
+                   tile = each * (item.first_span / item.num_spans), most = tiles - tile < each ? tiles - tile : each,
+                   cols = p->basis_cols[1], columns = (cols + 15) / 16 * 16;
+    if (tile < tiles)
+        fetch<2>(p->anchors[1] + ((uint64_t)head * tiles + tile) * 16 * D, most * 16 * D);
+    fetch<3>(p->basis[1] + (uint64_t)head * columns * D, columns * D);
+    fetch<5>(p->anchor_scales[1] + (uint64_t)head * k * 4, k * 4);
+    fetch<6>(p->basis_scales[1] + (uint64_t)head * cols * 4, cols * 4);
+    fetch<7>(p->units[1] + (uint64_t)head * D * 4, D * 4);
 }
 
 /*

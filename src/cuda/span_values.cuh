@@ -26,15 +26,18 @@ __device__ __forceinline__ void span_block<D, NR, NF>::soften(const akv_packed_s
             logits()[t] = akv_cap(logits()[t], cap);
         __syncthreads(); /* others weigh them */
     }
-#pragma unroll
-    for (int r = 0; r < NR; r++) {
+    { /* a lane finds it out for one row */
+        const int r = lane % NR;
         const float old = ref(n)[r];
         float most = unordered(maxima(n)[r]);
         if (cap > 0.0f && most > -INFINITY) /* a cap keeps the order */
             most = akv_cap(most, cap);
-        const float now = n > 0 && most <= old + RUN_AWAY ? old : most == -INFINITY ? 0.0f : most;
-        origin[r] = (float)WEIGHT_SCALE_LOG2 - now * LOG2E;
-        if ((int)threadIdx.x == r) {
+        const float now = n > 0 && most <= old + RUN_AWAY ? old : most == -INFINITY ? 0.0f : most,
+                    mine = (float)WEIGHT_SCALE_LOG2 - now * LOG2E;
+#pragma unroll
+        for (int i = 0; i < NR; i++)
+            origin[i] = __shfl_sync(0xffffffffu, mine, i);
+        if (threadIdx.x < NR) {
             top(n + 1)[r] = fmaxf(top(n)[r], most);
             ref(n + 1)[r] = now;
         }
@@ -53,25 +56,22 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(uint32_t co
                                                                      const held tokens[MOST_TOKENS])
 {
     const uint32_t k = p->num_anchors;
-    constexpr int EACH = NR * WARPS / 32; /* sums that a lane adds, then over the lanes of a row */
-    float part = 0.0f, most = 0.0f, shrink[NR];
-    bool rescale = false;
+    constexpr int EACH = NR * WARPS / 32, LANES = 32 / NR; /* sums that a lane adds, then over the lanes of a row */
+    float part = 0.0f;
 #pragma unroll
     for (int i = 0; i < EACH; i++)
         part += warp_sums()[lane * EACH + i];
 #pragma unroll
-    for (int o = 1; o < 32 / NR; o <<= 1)
+    for (int o = 1; o < LANES; o <<= 1)
         part += __shfl_xor_sync(0xffffffffu, part, o);
-#pragma unroll
-    for (int r = 0; r < NR; r++) {
-        const float old = ref(n)[r], now = ref(n + 1)[r];
-        shrink[r] = n == 0 || now == old ? 1.0f : akv_exp2((old - now) * LOG2E);
-        const float all = sum(n)[r] * shrink[r] + __shfl_sync(0xffffffffu, part, r * (32 / NR));
-        if ((int)threadIdx.x == r)
-            sum(n + 1)[r] = all;
-        most = fmaxf(most, all);
-        rescale |= shrink[r] != 1.0f;
-    }
+    const float old = ref(n)[lane / LANES], now = ref(n + 1)[lane / LANES],
+                shrink = n == 0 || now == old ? 1.0f : akv_exp2((old - now) * LOG2E),
+                all = sum(n)[lane / LANES] * shrink + part;
+    if (warp == 0 && lane % LANES == 0)
+        sum(n + 1)[lane / LANES] = all;
+    const bool rescale = __any_sync(0xffffffffu, shrink != 1.0f);
+    /* not negative, so they order as whole numbers do; a NaN counts as 0, or it would spoil the other rows' unit */
+    const float most = __int_as_float(__reduce_max_sync(0xffffffffu, __float_as_int(fmaxf(all, 0.0f))));
     /* coefficients are at most 2: sums stay below 2^30 */
     const int room = 28 - log2_above(most > 1.0f && most < 1e30f ? most : 1.0f);
     /* with some room, or the sum that grows would mean another unit every few spans */
@@ -80,13 +80,13 @@ __device__ __forceinline__ void span_block<D, NR, NF>::value_anchors(uint32_t co
     if (rescale || change != 0) { /* the same in every thread, and rare */
 #pragma unroll
         for (int r = 0; r < NR; r++) {
-            const float by = shrink[r] * power_of_2(change);
+            const float of_row = __shfl_sync(0xffffffffu, shrink, r * LANES), by = of_row * power_of_2(change);
 #pragma unroll 1
             for (uint32_t a = threadIdx.x; a < k; a += THREADS)
                 hist()[r * k + a] = __float2int_rn((float)hist()[r * k + a] * by);
 #pragma unroll 1
             for (uint32_t e = lane; e < D; e += 32)
-                slab(warp)[e * NR + r] *= shrink[r];
+                slab(warp)[e * NR + r] *= of_row;
         }
         __syncthreads();
     }

@@ -78,8 +78,9 @@ __global__ void __launch_bounds__(span_block<D, NR, NF>::THREADS, 1)
             b.key_residuals(now);
             if (more) { /* the next span lies behind this one and is about as large */
                 const uint64_t left = p->total_bytes - now->end, size = now->end - now->words;
-                b.fetch(now->end, left < size ? left : size);
-            }
+                b.template fetch<0>(now->end, left < size ? left : size);
+            } else
+                b.fetch_closing(item);
             b.key_anchors(now, count, b.maxima(n)); /* begins with a barrier */
             if (more && threadIdx.x < sizeof *now / 16)
                 copy_async((uint8_t *)b.span_copy(span + 1) + threadIdx.x * 16,

@@ -200,6 +200,21 @@ static void check_anchors(const uint8_t *bytes, const akv_packed *p, const akv_s
                            (double)AT(float, p->units[1])[head * D + i] * (double)AT(float, p->anchor_scales[1])[row],
                        want[i], 1e-6 * fabs(want[i]), "value anchor %u dim %u", a, i);
     }
+    /* the transforms: operands of bytes, the values' with dims as rows, the keys' with columns as rows */
+    for (int side = 0; side < 2; side++) {
+        const uint32_t cols = p->basis_cols[side], n = p->basis_dim[side],
+                       rows = side == 0 ? (cols + 31) / 32 * 32 : D, columns = ((side == 0 ? n : cols) + 15) / 16 * 16;
+        const int8_t *basis = (const int8_t *)akv_section_of(segment, AKV_SEC_BASIS + side) + (uint64_t)head * cols * n;
+        const uint8_t *operands = bytes + p->basis[side] + (uint64_t)head * rows * columns;
+        uint64_t wrong = 0;
+        for (uint32_t i = 0; i < rows; i++)
+            for (uint32_t a = 0; a < columns; a++) {
+                const uint32_t column = side == 0 ? i : a, dim = side == 0 ? a : i;
+                const int want_byte = column < cols && dim < n ? basis[(uint64_t)column * n + dim] : 0;
+                wrong += operands[akv_value_operand(rows, a, i)] - 128 != want_byte;
+            }
+        CHECK_MSG(wrong == 0, "%llu bytes of the transform of side %d differ", (unsigned long long)wrong, side);
+    }
 }
 
 static void packed_as_reference_reads(void)
