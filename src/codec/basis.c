@@ -49,8 +49,8 @@ static void sort_gains(akv_gain *g, uint32_t n, uint32_t first_gap)
 }
 
 /*
- * Gains of all steps of all coordinates, sorted. Those of one step are in the order of the weights, so one sort serves all
- * three, which are then merged.
+ * Gains of all steps of all coordinates, sorted. Those of one step are in the order of the weights, so one sort serves
+ * all three, which are then merged.
  */
 static void all_gains(const double *w, uint32_t coords, akv_gain *out)
 {

@@ -8,11 +8,9 @@
 #include "cuda/compress.h"
 #include "cuda/host.h"
 
-#define LEAST_SHARED 180000 /* bytes of shared memory that the largest block needs: sm_90 and newer have them */
-
 /*
- * Everything on the device in one buffer; with base NULL only counted. What is of use early and what is of use late share
- * their memory where they are large.
+ * Everything on the device in one buffer; with base NULL only counted. What is of use early and what is of use late
+ * share their memory where they are large.
  */
 static void carve(akv_comp *c, akv_arena *arena)
 {
@@ -270,11 +268,11 @@ static akv_status check_device(const akv_layer *layer, const akv_cuda_pages *pag
     int device = 0, shared = 0;
     AKV_CUDA_TRY(cudaGetDevice(&device), "asking for the device");
     AKV_CUDA_TRY(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "asking the device");
-    if (shared < LEAST_SHARED)
+    if (shared < AKV_COMP_LEAST_SHARED)
         return akv_fail(
             diag, AKV_E_UNSUPPORTED,
             "this device has %d bytes of shared memory a block; compression needs %d (compute capability 9.0)", shared,
-            LEAST_SHARED);
+            AKV_COMP_LEAST_SHARED);
     AKV_TRY(must_be_device(layer->keys.data, "keys", device, diag));
     AKV_TRY(must_be_device(layer->values.data, "values", device, diag));
     AKV_TRY(must_be_device(layer->queries.data, "queries", device, diag));
@@ -371,9 +369,9 @@ static akv_status send(const akv_comp *c, const akv_layer *layer, const akv_comp
     return AKV_OK;
 }
 
-static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_config *config, const akv_compress_planned *p,
-                      akv_comp_host *host, double *weights, akv_comp_levels *levels, akv_comp_cover *cover,
-                      cudaStream_t stream, akv_segment **segment, akv_diag *diag)
+static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_config *config,
+                      const akv_compress_planned *p, akv_comp_host *host, double *weights, akv_comp_levels *levels,
+                      akv_comp_cover *cover, cudaStream_t stream, akv_segment **segment, akv_diag *diag)
 {
     AKV_TRY(send(c, layer, p, host, cover, stream, diag));
     AKV_CUDA_TRY(akv_comp_rows(c, stream), "starting the statistics");
@@ -408,8 +406,8 @@ static akv_status run(const akv_comp *c, const akv_layer *layer, const akv_confi
         const bool here = i == AKV_SEC_INV_FREQ || i == AKV_SEC_POSITIONS || i == AKV_SEC_COORDS ||
                           i == AKV_SEC_TABLES || i == AKV_SEC_TABLES + 1;
         if (s->bytes > 0 && !here)
-            AKV_CUDA_TRY(cudaMemcpyAsync(blob + s->offset, i == AKV_SEC_CODES ? c->codes : c->blob + c->section[i], s->bytes,
-                                         cudaMemcpyDeviceToHost, stream),
+            AKV_CUDA_TRY(cudaMemcpyAsync(blob + s->offset, i == AKV_SEC_CODES ? c->codes : c->blob + c->section[i],
+                                         s->bytes, cudaMemcpyDeviceToHost, stream),
                          "fetching the segment");
     }
     AKV_CUDA_TRY(cudaStreamSynchronize(stream), "compressing");

@@ -13,6 +13,7 @@
 extern "C" {
 #endif
 
+#define AKV_COMP_LEAST_SHARED 220000 /* bytes of a block that every kernel fits into: sm_90 and newer have them */
 #define AKV_COMP_MAX_DIM 128u    /* head_dim of either side */
 #define AKV_COMP_RANGES 16u      /* ranges of a head's tokens, at most, where sums over all are made */
 #define AKV_COMP_PARTS 32u       /* the same for the observation */

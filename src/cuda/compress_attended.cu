@@ -74,8 +74,9 @@ static __global__ void __launch_bounds__(HEAD_THREADS) take_attended(COMP_ARG)
         const uint64_t t = t0 + lane;
         const bool is_equal = t < c.earlier && key_of(t) == threshold;
         const uint32_t equals = __ballot_sync(0xffffffffu, is_equal);
-        const bool taken = t < end && (t >= c.earlier || (c.top > 0 && (key_of(t) > threshold ||
-                                                                        (is_equal && rank + __popc(equals & before) < ties))));
+        const bool taken =
+            t < end && (t >= c.earlier ||
+                        (c.top > 0 && (key_of(t) > threshold || (is_equal && rank + __popc(equals & before) < ties))));
         rank += __popc(equals);
         if (t < end)
             mask[t] = taken ? 3 : 0;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * compress_basis.cu - the transform of each head and side (src/codec/basis.c): eigenvectors of the residuals' second
- * moments by parallel Jacobi rotations, one block a matrix, in shared memory, and the directions that they turn; those in
- * 8 bits; variances and weights, from which the host fills the tables.
+ * moments by parallel Jacobi rotations, one block a matrix, in shared memory, and the directions that they turn; those
+ * in 8 bits; variances and weights, from which the host fills the tables.
  */
 #include "cuda/compress_device.cuh"
 
@@ -12,8 +12,8 @@
 static_assert(AKV_COMP_ROUNDS % 8 == 0 && AKV_COMP_ROUNDS >= 12 * (DIM - 1), "room for all rotations");
 #define MOST_SWEEPS 12u
 /*
- * Of the squared norm: where rotations stop. Directions are orthogonal at any time; what is left beside the diagonal costs
- * a thousandth of the bits that the transform saves.
+ * Of the squared norm: where rotations stop. Directions are orthogonal at any time; what is left beside the diagonal
+ * costs a thousandth of the bits that the transform saves.
  */
 #define OFF_DIAGONAL 1e-6
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * compress_cover.cu - anchors for coverage, as src/codec/coverage.c: tokens drawn with probability proportional to what
- * the anchors so far leave of key and value, four times as many as stay. A round is up to 64 anchors, in 16 groups: a group has
- * 16 candidates that follow one another in the text, and the 4 best of them stay, so that a thread block can choose alone.
- * (The CPU takes the best 32 of 128; on made-up layers the output's error does not tell the two apart.) All heads go through
- * the rounds together; their number is known beforehand, so the host never waits. Where nothing is left to cover, the first
- * tokens that are no anchors fill a round up.
+ * the anchors so far leave of key and value, four times as many as stay. A round is up to 64 anchors, in 16 groups: a
+ * group has 16 candidates that follow one another in the text, and the 4 best of them stay, so that a thread block can
+ * choose alone. (The CPU takes the best 32 of 128; on made-up layers the output's error does not tell the two apart.)
+ * All heads go through the rounds together; their number is known beforehand, so the host never waits. Where nothing is
+ * left to cover, the first tokens that are no anchors fill a round up.
  */
 #include "cuda/compress_device.cuh"
 
@@ -105,8 +105,8 @@ static __global__ void __launch_bounds__(THREADS) shrink(COMP_ARG, const int64_t
 
 struct Round {
     uint16_t units[2][GROUP * comp_unit_stride<128>()]; /* candidates' rows */
-    uint16_t leaves[GROUP][2 * JUDGES]; /* fp16: what a candidate would leave to a judge, of keys and of values, in units of
-                                           a token's mean share */
+    /* fp16: what a candidate would leave to a judge, of keys and of values, in units of a token's mean share */
+    uint16_t leaves[GROUP][2 * JUDGES];
     uint16_t now[2 * JUDGES];           /* fp16: what is left to it */
     double cumulated[MOST_TILES];
     double sums[33], offset, step;
@@ -412,11 +412,12 @@ extern "C" cudaError_t akv_comp_cover_rest(const akv_comp *c, cudaStream_t strea
             COMP_TRY(shrink_both(c, i, stream));
     }
     /* Few anchors: smaller rounds, so that later ones know what the first have covered. */
-    const uint32_t usual = (need / 12 + KEEP - 1) / KEEP * KEEP, batch = usual < KEEP ? KEEP : usual < BATCH ? usual : BATCH;
+    const uint32_t usual = (need / 12 + KEEP - 1) / KEEP * KEEP;
+    const uint32_t batch = usual < KEEP ? KEEP : usual < BATCH ? usual : BATCH;
     for (uint32_t round = 0; need > 0; round++) {
         const uint32_t want = need < batch ? need : batch;
-        COMP_TRY(comp_launch_early(cover_round, dim3((want + KEEP - 1) / KEEP, c->H), ROUND_THREADS, sizeof(Round), stream,
-                                   *c, want, round));
+        COMP_TRY(comp_launch_early(cover_round, dim3((want + KEEP - 1) / KEEP, c->H), ROUND_THREADS, sizeof(Round),
+                                   stream, *c, want, round));
         need -= want;
         if (need > 0)
             COMP_TRY(shrink_both(c, -1, stream));

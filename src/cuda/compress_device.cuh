@@ -312,14 +312,16 @@ static __device__ __forceinline__ void comp_load_rows(const akv_comp &c, const u
     for (uint32_t i = threadIdx.x; i < count * chunks; i += blockDim.x) {
         const uint32_t r = i / chunks, at = i % chunks * 8;
         *(uint4 *)(to + r * comp_unit_stride<PAD>() + at) =
-            first_row + r < c.rows ? *(const uint4 *)(from + ((size_t)head * c.rows + first_row + r) * AKV_COMP_MAX_DIM + at)
-                                   : make_uint4(0, 0, 0, 0);
+            first_row + r < c.rows
+                ? *(const uint4 *)(from + ((size_t)head * c.rows + first_row + r) * AKV_COMP_MAX_DIM + at)
+                : make_uint4(0, 0, 0, 0);
     }
 }
 
 /* Products of 16 queries from row0 on with a tile of 64 keys, both in shared memory. */
 template <int PAD>
-static __device__ __forceinline__ void comp_logits(float acc[8][4], const uint16_t *query, const uint16_t *key, uint32_t row0)
+static __device__ __forceinline__ void comp_logits(float acc[8][4], const uint16_t *query, const uint16_t *key,
+                                                   uint32_t row0)
 {
     const uint32_t g = threadIdx.x % 32 / 4, at = threadIdx.x % 4 * 8;
     const uint16_t *low = query + (row0 + g) * comp_unit_stride<PAD>() + at, *high = low + 8 * comp_unit_stride<PAD>();

@@ -162,8 +162,8 @@ static __global__ void __launch_bounds__(BISECT_THREADS) bisect(COMP_ARG, const 
         __syncthreads();
 #pragma unroll
         for (uint32_t r = 0; r < EACH; r++) {
-            const uint32_t i = threadIdx.x + r * BISECT_THREADS, list = first + (i < count ? i : 0) / n, of = list / c.blocks,
-                           side = of / c.H, head = of % c.H;
+            const uint32_t i = threadIdx.x + r * BISECT_THREADS, list = first + (i < count ? i : 0) / n,
+                           of = list / c.blocks, side = of / c.H, head = of % c.H;
             const uint64_t t0 = (uint64_t)(list % c.blocks) * BLOCK;
             sorted[r] = c.sorted[side] + (size_t)head * c.S + t0;
             threshold[r] = thresholds[(head * 2 + side) * n + i % n];

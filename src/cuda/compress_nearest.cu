@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * compress_nearest.cu - the nearest anchor of every token, and the rounds in which free anchors become directions of many
- * tokens (src/codec/centroids.c). The search is a product of fp16 unit rows with a running maximum, 32 tokens a warp in registers, units
- * through shared memory; most of the work of compression is here.
+ * compress_nearest.cu - the nearest anchor of every token, and the rounds in which free anchors become directions of
+ * many tokens (src/codec/centroids.c). The search is a product of fp16 unit rows with a running maximum, 32 tokens a
+ * warp in registers, units through shared memory; most of the work of compression is here.
  */
 #include "cuda/compress_device.cuh"
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * compress_observe.cu - what the observation queries attend to, as src/codec/observe.c: outputs and softmax statistics in
- * one pass over all tokens, then scores. Logits are computed twice (and once more for the utilities) instead of stored:
- * they would take as much memory as the cache. Maxima are of logits to base 2.
+ * compress_observe.cu - what the observation queries attend to, as src/codec/observe.c: outputs and softmax statistics
+ * in one pass over all tokens, then scores. Logits are computed twice (and once more for the utilities) instead of
+ * stored: they would take as much memory as the cache. Maxima are of logits to base 2.
  */
 #include "cuda/compress_device.cuh"
 
@@ -142,7 +142,8 @@ template <int PAD> static __global__ void __launch_bounds__(THREADS, 2) outputs(
         }
 #pragma unroll
         for (int n = 0; n < PAD / 8; n++)
-            *(float2 *)&c.part_out[at * AKV_COMP_MAX_DIM + n * 8 + lane % 4 * 2] = make_float2(out[n][2 * h], out[n][2 * h + 1]);
+            *(float2 *)&c.part_out[at * AKV_COMP_MAX_DIM + n * 8 + lane % 4 * 2] =
+                make_float2(out[n][2 * h], out[n][2 * h + 1]);
     }
 }
 
@@ -215,7 +216,8 @@ template <int PAD> static __global__ void __launch_bounds__(THREADS, 2) scores(C
 #pragma unroll
             for (int i = 0; i < 8; i++)
                 if (i < half) {
-                    const float mine = lane & bit ? sums[i + half] : sums[i], other = lane & bit ? sums[i] : sums[i + half];
+                    const float mine = lane & bit ? sums[i + half] : sums[i],
+                                other = lane & bit ? sums[i] : sums[i + half];
                     sums[i] = mine + __shfl_xor_sync(0xffffffffu, other, bit);
                 }
         const uint32_t n = (lane >> 4 & 1) * 4 + (lane >> 3 & 1) * 2 + (lane >> 2 & 1);

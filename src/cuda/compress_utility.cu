@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * compress_utility.cu - what the residuals are worth (src/codec/project.c): squared attention weights of the observation
- * queries, spread over neighbouring tokens, times what leaving a residual out does to the output. Everything is a product
- * on the tensor cores: logits, logit errors, values times outputs, and the spreading too, as a product with a band matrix.
+ * compress_utility.cu - what the residuals are worth (src/codec/project.c): squared attention weights of the
+ * observation queries, spread over neighbouring tokens, times what leaving a residual out does to the output.
+ * Everything is a product on the tensor cores: logits, logit errors, values times outputs, and the spreading too, as a
+ * product with a band matrix.
  */
 #include "cuda/compress_device.cuh"
 
@@ -14,7 +15,8 @@
 #define BEFORE AKV_COMP_SPREAD_BEFORE
 #define AFTER 3
 #define BAND 208u /* distances -80 .. 127 */
-static_assert(BEFORE == TILE && ROWS == STREAM_THREADS / 32 * 16, "a tile spreads into the next one; a warp has 16 rows");
+static_assert(BEFORE == TILE && ROWS == STREAM_THREADS / 32 * 16,
+              "a tile spreads into the next one; a warp has 16 rows");
 
 template <int PAD> struct Stream {
     uint16_t key[TILE * comp_unit_stride<PAD>()];                              /* of this tile */
@@ -28,6 +30,8 @@ template <int PAD> struct Shared {
     Stream<PAD> stream[STREAMS];
     uint32_t band[BAND]; /* share that a token gives to one at this distance and, high half, at one less: bf16 */
 };
+
+static_assert(sizeof(Shared<AKV_COMP_MAX_DIM>) <= AKV_COMP_LEAST_SHARED, "the largest block of compression");
 
 static __device__ __forceinline__ void sync_stream(uint32_t stream)
 {
@@ -138,9 +142,9 @@ static __device__ __forceinline__ void hide_sinks(uint32_t a[4], int64_t token, 
 
 /* Sums over the rows of what tile t - 1 is worth: weight[0 .. 2] of tiles t - 2, t - 1, t. */
 template <int PAD, bool CAP>
-static __device__ __forceinline__ void worth_of(const akv_comp &c, const Shared<PAD> &s, Stream<PAD> &stream, uint32_t row0,
-                                                int64_t t, const Rows &rows, const uint32_t weight[3][4][4],
-                                                const uint32_t slope[8][2])
+static __device__ __forceinline__ void worth_of(const akv_comp &c, const Shared<PAD> &s, Stream<PAD> &stream,
+                                                uint32_t row0, int64_t t, const Rows &rows,
+                                                const uint32_t weight[3][4][4], const uint32_t slope[8][2])
 {
     const uint32_t lane = threadIdx.x % 32, g = lane / 4, two = lane % 4 * 2, at = lane % 4 * 8,
                    warp = threadIdx.x % STREAM_THREADS / 32;
@@ -162,8 +166,8 @@ static __device__ __forceinline__ void worth_of(const akv_comp &c, const Shared<
                         y = *(const uint4 *)(query + j * 32 + 8 * comp_unit_stride<PAD>());
 #pragma unroll
             for (int n = 0; n < 2; n++) {
-                const uint4 b =
-                    *(const uint4 *)(stream.residual + ((pair * 2 + n) * 8 + g) * comp_unit_stride<PAD>() + at + j * 32);
+                const uint4 b = *(const uint4 *)(stream.residual + ((pair * 2 + n) * 8 + g) * comp_unit_stride<PAD>() +
+                                                 at + j * 32);
                 mma_f16(error[n], x.x, y.x, x.y, y.y, b.x, b.y);
                 mma_f16(error[n], x.z, y.z, x.w, y.w, b.z, b.w);
             }
@@ -213,7 +217,8 @@ static __device__ __forceinline__ void worth_of(const akv_comp &c, const Shared<
                     const uint32_t own = weight[1][pair][n * 2 + h];
                     const float w = __uint_as_float(odd ? own & 0xffff0000u : own << 16) + spread[n][h * 2 + odd];
                     const float e = error[n][h * 2 + odd];
-                    const float deviation = fmaxf(0.0f, fmaf(-2.0f, cross[n][h * 2 + odd], value_sq + rows.output_sq[h]));
+                    const float deviation =
+                        fmaxf(0.0f, fmaf(-2.0f, cross[n][h * 2 + odd], value_sq + rows.output_sq[h]));
                     float squared = fmaf(coherent * e, e, rows.error[h]);
                     if (CAP) {
                         const float2 both = __half22float2(as_half2(slope[pair * 2 + n][h]));
