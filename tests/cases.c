@@ -320,6 +320,7 @@ static void *counter_alloc(void *opaque, size_t bytes, size_t align)
     if (!fail) {
         c->live++;
         c->live_bytes += bytes;
+        c->peak_bytes = c->live_bytes > c->peak_bytes ? c->live_bytes : c->peak_bytes;
     }
     pthread_mutex_unlock(&counter_lock);
     if (fail)

@@ -76,7 +76,7 @@ akv_segment *random_ladder_segment(const spec *s, uint32_t num_anchors, double d
 /* An allocator that counts, fills new memory with a pattern, and can be told to fail. */
 typedef struct counter {
     akv_allocator hooks;
-    uint64_t live_bytes, live, total;
+    uint64_t live_bytes, live, total, peak_bytes;
     uint64_t fail_at;                          /* allocation number n (from 1) and later ones fail; 0 = never */
     uint8_t once;                              /* only allocation number fail_at fails */
     uint64_t bad_free;                         /* frees whose size differs from the allocation's */

@@ -404,7 +404,8 @@ AKV_API akv_status akv_segment_retarget_plan(const akv_segment *segment, uint64_
  *   config        in   allocator, executor and experiment are used; NULL = libc, serial, the profile's own
  *
  * The rest as akv_segment_retarget; also AKV_E_NON_FINITE, and AKV_E_UNSUPPORTED for profile paper. Cost: decoding the
- * segment and one attention of the queries over it; scratch for its keys and values in f32.
+ * segment and one attention of the queries over it; scratch for the keys and values, in f32, of as many heads as take
+ * 64 MiB, or of one.
  */
 AKV_API akv_status akv_segment_retarget_observed(akv_segment *segment, uint64_t budget_bytes, const akv_tensor *queries,
                                                  uint32_t num_queries, const akv_config *config, akv_segment **out,

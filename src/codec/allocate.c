@@ -97,27 +97,30 @@ static void assign_task(void *opaque, size_t task)
     }
 }
 
-/* The prior: a share of the layer's utility is spread as if every token were as likely to be asked for. */
-static void add_prior(akv_job *job)
+akv_worth akv_ladder_sum_worth(const float *const rank[AKV_SIDES], const float *const prior[AKV_SIDES], uint64_t n,
+                               akv_worth sums)
 {
-    akv_ladder *ladder = job->ladder;
-    double utility = 0.0, prior = 0.0;
-    const uint64_t n = job->H * job->S;
     for (int side = 0; side < AKV_SIDES; side++)
         for (uint64_t i = 0; i < n; i++)
-            if (job->rank[side][i] >= 0.0f) {
-                utility += job->rank[side][i];
-                prior += ladder->prior[side][i];
+            if (rank[side][i] >= 0.0f) {
+                sums.utility += rank[side][i];
+                sums.prior += prior[side][i];
             }
-    double c = prior > 0.0 && ladder->options->floor > 0.0 ? ladder->options->floor * utility / prior : 0.0;
-    if (utility == 0.0 && prior > 0.0)
+    return sums;
+}
+
+void akv_ladder_add_prior(const akv_experiment *options, akv_worth sums, float *const rank[AKV_SIDES],
+                          const float *const prior[AKV_SIDES], uint64_t n)
+{
+    double c = sums.prior > 0.0 && options->floor > 0.0 ? options->floor * sums.utility / sums.prior : 0.0;
+    if (sums.utility == 0.0 && sums.prior > 0.0)
         c = 1.0;
     for (int side = 0; side < AKV_SIDES; side++) {
-        double boost = side == AKV_SIDE_V ? ladder->options->value_boost : 1.0;
+        double boost = side == AKV_SIDE_V ? options->value_boost : 1.0;
         for (uint64_t i = 0; i < n; i++)
-            if (job->rank[side][i] >= 0.0f) {
-                double u = (job->rank[side][i] + c * ladder->prior[side][i]) * boost;
-                job->rank[side][i] = (float)(u < 3e38 ? u : 3e38);
+            if (rank[side][i] >= 0.0f) {
+                double u = (rank[side][i] + c * prior[side][i]) * boost;
+                rank[side][i] = (float)(u < 3e38 ? u : 3e38);
             }
     }
 }
@@ -138,20 +141,23 @@ static void store_levels(akv_job *job)
     }
 }
 
-void akv_ladder_worth(akv_job *job)
+void akv_ladder_hulls(const akv_job *job, akv_hull *hulls)
 {
     const uint32_t levels = job->header->num_levels;
-    add_prior(job);
     for (uint32_t i = 0; i < job->H * AKV_SIDES; i++)
-        job->ladder->hulls[i] =
-            akv_ladder_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
-                            job->ladder->level_bits[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * levels, levels);
+        hulls[i] = akv_ladder_hull(job->ladder->distortion[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * (levels + 1),
+                                   job->ladder->level_bits[i % AKV_SIDES] + (size_t)(i / AKV_SIDES) * levels, levels);
 }
 
 void akv_ladder_allocate(akv_job *job)
 {
     akv_hull *hulls = job->ladder->hulls;
-    akv_ladder_worth(job);
+    const float *const rank[AKV_SIDES] = {job->rank[0], job->rank[1]},
+                       *const prior[AKV_SIDES] = {job->ladder->prior[0], job->ladder->prior[1]};
+    const uint64_t n = job->H * job->S;
+    akv_ladder_add_prior(job->ladder->options, akv_ladder_sum_worth(rank, prior, n, (akv_worth){0.0, 0.0}), job->rank,
+                         prior, n);
+    akv_ladder_hulls(job, hulls);
     double low = -300.0, high = 300.0; /* log2 of the multiplier; high always fits: nothing is coded */
     for (int round = 0; round < 50; round++) {
         double mid = 0.5 * (low + high);

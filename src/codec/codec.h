@@ -93,6 +93,7 @@ typedef struct akv_job {
      * and the queries are of later tokens: each sees all S, not only those up to its own.
      */
     const akv_segment *again;
+    uint32_t again_head; /* of it that is the job's head 0 */
     struct akv_ladder *ladder; /* NULL for the PLAIN coding */
 
     float *queries;   /* [H, rows, d_k] */

@@ -115,8 +115,19 @@ void akv_water_fill(const uint16_t *level_bits, uint32_t levels, const double *w
 /* The same entries as the section has them -> zeroed tables [levels, ceil(coords / 4)]. */
 void akv_pack_tables(const uint8_t *entries, uint32_t levels, uint32_t coords, uint8_t *tables);
 
-/* allocate.c: the prior joins the utilities in job->rank, and the hulls; then one multiplier for the layer. */
-void akv_ladder_worth(akv_job *job);
+/*
+ * allocate.c: the prior - a share of the layer's utility, spread as if every token were as likely to be asked for -
+ * joins the utilities rank[side][n], of which those below 0 do not count; and the hulls [H, sides].
+ */
+typedef struct akv_worth {
+    double utility, prior;
+} akv_worth;
+akv_worth akv_ladder_sum_worth(const float *const rank[AKV_SIDES], const float *const prior[AKV_SIDES], uint64_t n,
+                               akv_worth sums); /* added to the sums of what came before */
+void akv_ladder_add_prior(const akv_experiment *options, akv_worth sums, float *const rank[AKV_SIDES],
+                          const float *const prior[AKV_SIDES], uint64_t n);
+void akv_ladder_hulls(const akv_job *job, akv_hull *hulls);
+/* Both, then one multiplier for the layer. */
 void akv_ladder_allocate(akv_job *job);
 /* distortion [levels + 1], bits [levels] of one residual. */
 akv_hull akv_ladder_hull(const double *distortion, const uint32_t *bits, uint32_t levels);
@@ -147,11 +158,12 @@ akv_status akv_rewrite_run(akv_rewrite *rewrite, akv_segment **out, akv_diag *di
 
 /*
  * again.c: what the tokens of a segment are worth to these queries: log2 of the utilities [H, S] a side, and the hulls
- * [H, sides] of its levels. The tokens are taken as they decode.
+ * [H, sides] of its levels. The tokens are taken as they decode: those of as many heads at a time as take most_bytes in
+ * f32, or of one.
  */
 akv_status akv_observe_again(const akv_segment *segment, const akv_tensor *queries, uint32_t num_queries,
-                             const akv_config *config, float *const utility[AKV_SIDES], akv_hull *hulls,
-                             akv_diag *diag);
+                             const akv_config *config, uint64_t most_bytes, float *const utility[AKV_SIDES],
+                             akv_hull *hulls, akv_diag *diag);
 
 /* A view of the segment being written. */
 akv_ladder_view akv_ladder_writer_view(const akv_job *job, int side, uint32_t head);

@@ -142,7 +142,7 @@ void akv_nearest_anchors(const akv_job *job, int side, uint32_t head, uint32_t n
 static void project_again(akv_job *job, int side, uint32_t head, uint64_t t0, uint32_t n, float *rows)
 {
     const uint32_t dim = job->header->head_dim[side];
-    const akv_ladder_view v = akv_view_ladder(job->again, side, head);
+    const akv_ladder_view v = akv_view_ladder(job->again, side, job->again_head + head);
     for (uint32_t i = 0; i < n; i++) {
         const uint32_t a = akv_ladder_index(&v, t0 + i);
         const int code = akv_ladder_coeff(&v, t0 + i);

@@ -22,6 +22,9 @@
  */
 #define SEEN_SHARE 0.3
 
+/* Heads whose decoded tokens take more than this together are looked at one after the other. */
+#define OBSERVED_BYTES ((uint64_t)1 << 26)
+
 void akv_retarget_info_init(akv_retarget_info *info)
 {
     memset(info, 0, sizeof *info);
@@ -221,7 +224,8 @@ static akv_status run_ladder(akv_segment *segment, const akv_header *planned, co
     arena.used = 0;
     carve(&r, &arena);
     if (queries != NULL) {
-        const akv_status status = akv_observe_again(segment, queries, num_queries, config, r.seen, r.hulls, diag);
+        const akv_status status =
+            akv_observe_again(segment, queries, num_queries, config, OBSERVED_BYTES, r.seen, r.hulls, diag);
         if (status != AKV_OK) {
             akv_free(allocator, arena.base, bytes);
             return status;

@@ -2,11 +2,13 @@
 /*
  * test_observed.c - segments made smaller with queries that came later: the budget holds, levels only fall and what
  * stays is the same bit by bit, the executor does not matter; what the queries look at keeps its bits; and many small
- * steps cost little more than one, which guessing does not reach.
+ * steps cost little more than one, which guessing does not reach. Looking at the heads one after the other says the same
+ * of them in less memory.
  */
 #include "akv_test.h"
 #include "cases.h"
 #include "check_segment.h"
+#include "codec/ladder.h"
 #include "npz.h"
 
 static const spec shapes[] = {
@@ -273,6 +275,46 @@ static void small_steps(void)
     fixture_free(&f);
 }
 
+static void head_by_head(void)
+{
+    const spec s = {.name = "heads", .S = 6000, .H = 5, .G = 2, .dk = 64, .dv = 96, .W = 16, .rotary = 32, .seed = 6};
+    const uint64_t n = s.H * s.S, one = s.S * (s.dk + s.dv) * sizeof(float), most[] = {UINT64_MAX, 2 * one, 1};
+    uint64_t peak[3];
+    float *utility[3][AKV_SIDES];
+    akv_hull hulls[3][5 * AKV_SIDES];
+    void *memory;
+    akv_diag diag = {0};
+    const akv_tensor q = random_queries(&s, 4, AKV_F16, LAY_CONTIGUOUS, &memory);
+    akv_segment *segment = random_ladder_segment(&s, 40, 0.6, 1);
+    memset(hulls, 0, sizeof hulls);
+    for (int i = 0; i < 3; i++) {
+        counter c;
+        akv_config config;
+        akv_config_init(&config);
+        counter_init(&c);
+        config.allocator = &c.hooks;
+        for (int side = 0; side < AKV_SIDES; side++)
+            utility[i][side] = must(malloc(n * sizeof(float)));
+        CHECK_STATUS(akv_observe_again(segment, &q, 4, &config, most[i], utility[i], hulls[i], &diag), AKV_OK, &diag);
+        CHECK(c.live == 0 && c.bad_free == 0);
+        peak[i] = c.peak_bytes;
+        CHECK_MSG(memcmp(hulls[i], hulls[0], sizeof hulls[0]) == 0, "%d: other hulls", i);
+        double worst = 0; /* the sums behind the prior are added in another order */
+        for (int side = 0; side < AKV_SIDES; side++)
+            for (uint64_t t = 0; t < n; t++)
+                worst = fmax(worst, fabs((double)utility[i][side][t] - utility[0][side][t]));
+        CHECK_MSG(worst < 1e-5, "%d: utilities differ by %.3g octaves", i, worst);
+    }
+    CHECK_MSG(peak[1] + 3 * one <= peak[0] && peak[2] + 4 * one <= peak[0],
+              "%llu bytes at once, %llu in twos, %llu one by one; a head has %llu", (unsigned long long)peak[0],
+              (unsigned long long)peak[1], (unsigned long long)peak[2], (unsigned long long)one);
+    for (int i = 0; i < 3; i++)
+        for (int side = 0; side < AKV_SIDES; side++)
+            free(utility[i][side]);
+    akv_segment_release(segment);
+    free(memory);
+}
+
 int main(int argc, char **argv)
 {
     TEST_INIT(argc, argv);
@@ -280,5 +322,6 @@ int main(int argc, char **argv)
     TEST(looked_at);
     TEST(refusals);
     TEST(small_steps);
+    TEST(head_by_head);
     return TEST_DONE();
 }
