@@ -41,6 +41,8 @@ typedef struct akv_quad_scratch {
     float *mean_rows;   /* [2][4][padded planes] */
     double *phase;      /* [2][padded planes] cosine, sine of the tile's base */
     float *logits;      /* [AKV_BLOCK_TOKENS][4] */
+    uint32_t *anchor;   /* [AKV_QUAD_TILE] of a tile */
+    float *weight;      /* [AKV_QUAD_TILE] */
     float *hist;        /* [k][4] */
     float *anchor_scales[AKV_SIDES]; /* [k] */
     int8_t *queries;    /* [levels][dim / 4 + 3][32] */

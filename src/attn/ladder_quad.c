@@ -57,6 +57,9 @@ void akv_quad_take(akv_arena *arena, const akv_quad_sizes *n, akv_quad_scratch *
     s->mean_rows = AKV_TAKE(arena, float, 8 * (uint64_t)n->padded_planes);
     s->phase = AKV_TAKE(arena, double, 2 * (uint64_t)n->padded_planes);
     s->logits = AKV_TAKE(arena, float, (uint64_t)AKV_BLOCK_TOKENS * AKV_QUAD_ROWS);
+    /* neighbours: a load whose address ends like that of a store before it waits, and the histogram reads one and writes the other */
+    s->anchor = AKV_TAKE(arena, uint32_t, AKV_QUAD_TILE);
+    s->weight = AKV_TAKE(arena, float, AKV_QUAD_TILE);
     s->hist = AKV_TAKE(arena, float, (uint64_t)n->anchors * AKV_QUAD_ROWS);
     for (int side = 0; side < AKV_SIDES; side++)
         s->anchor_scales[side] = AKV_TAKE(arena, float, n->anchors);
@@ -283,8 +286,8 @@ static void anchor_logits(const quad_range *c, uint64_t b0, uint32_t n)
 {
     const akv_ladder_view *v = &c->side[AKV_SIDE_K];
     const uint32_t PP = c->shape.padded_planes;
-    uint32_t anchor[AKV_QUAD_TILE];
-    float weight[AKV_QUAD_TILE];
+    uint32_t *anchor = c->s->anchor;
+    float *weight = c->s->weight;
     const uint32_t planes = c->slow != NULL ? AKV_QUAD_SLOW_PLANES : PP; /* that are turned tile by tile */
     window_terms(c, b0);
     for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
@@ -556,10 +559,8 @@ void akv_attend_ladder_quads(const akv_task *task, const akv_segment *segment, c
                 shrink_sums(&c, shrink);
             for (uint32_t t = 0; t < n; t += AKV_QUAD_TILE) {
                 const uint32_t in_tile = n - t < AKV_QUAD_TILE ? n - t : AKV_QUAD_TILE;
-                uint32_t anchor[AKV_QUAD_TILE];
-                float weight[AKV_QUAD_TILE];
-                tile_anchors(&c, AKV_SIDE_V, b0 + t, in_tile, anchor, weight);
-                c.kernels->histogram(anchor, weight, in_tile, c.s->logits + (size_t)t * 4, c.s->hist);
+                tile_anchors(&c, AKV_SIDE_V, b0 + t, in_tile, c.s->anchor, c.s->weight);
+                c.kernels->histogram(c.s->anchor, c.s->weight, in_tile, c.s->logits + (size_t)t * 4, c.s->hist);
             }
             residuals(&c, AKV_SIDE_V, block, n);
         }

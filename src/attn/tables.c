@@ -111,6 +111,17 @@ static void plane_moments(const double *inv_freq, uint32_t n, uint32_t j0, uint3
     }
 }
 
+/* akv_rope_phase; most segments begin at position 0, and a sine costs 20 ns. */
+static void phases(const double *inv_freq, uint32_t planes, int64_t position, double *cosine, double *sine)
+{
+    for (uint32_t j = 0; j < planes && position == 0; j++) {
+        cosine[j] = 1.0;
+        sine[j] = 0.0;
+    }
+    if (position != 0)
+        akv_rope_phase(inv_freq, planes, position, cosine, sine);
+}
+
 static uint32_t padded_planes(const akv_header *h)
 {
     return (uint32_t)akv_round_up(h->rotary_dim / 2, AKV_QUAD_LANES);
@@ -218,8 +229,12 @@ static void quad_piece(const akv_tables *t, uint32_t i, uint32_t j0)
     }
     if (room->window != 0 && j0 != 0)
         slow_piece(t, i);
-    if (room->window != 0 && j0 == 0) /* whose tables serve may be another piece */
-        akv_rope_phase(inv_freq, UPPER, AKV_QUAD_TILE, room->lower_step, room->lower_step + UPPER);
+    if (room->window != 0 && j0 == 0 && room->from == i) {
+        memcpy(room->lower_step, room->step, UPPER * sizeof *room->step);
+        memcpy(room->lower_step + UPPER, room->step + PP, UPPER * sizeof *room->step);
+    } else if (room->window != 0 && j0 == 0) { /* whose tables serve may be another piece */
+        phases(inv_freq, UPPER, AKV_QUAD_TILE, room->lower_step, room->lower_step + UPPER);
+    }
     if (h->sections[AKV_SEC_POSITIONS].offset != 0)
         return;
     for (size_t part = 0; part < akv_parts_of(h->num_tokens, heads); part++) {
@@ -227,7 +242,7 @@ static void quad_piece(const akv_tables *t, uint32_t i, uint32_t j0)
         memset(at, 0, AKV_QUAD_LANES * sizeof *at);
         memset(at + PP, 0, AKV_QUAD_LANES * sizeof *at);
         const int64_t position = (int64_t)h->first_position + (int64_t)(part * akv_part_tokens(h->num_tokens, heads));
-        akv_rope_phase(inv_freq, n, position, at, at + PP);
+        phases(inv_freq, n, position, at, at + PP);
     }
 }
 
