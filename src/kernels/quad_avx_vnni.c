@@ -5,18 +5,18 @@
  */
 #include "kernels/cpu.h"
 #if AKV_HAVE_AVX_VNNI
-#    ifdef __clang__
-#        pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni"))),                 \
+#  ifdef __clang__
+#    pragma clang attribute push(__attribute__((target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni"))),                 \
                                      apply_to = function)
-#    else
-#        pragma GCC target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni")
-#    endif
-#    define AKV_QUAD_VNNI 1
-#    include "kernels/quad_avx2.h"
-#    include "kernels/quad_avx2_keys.h"
-#    include "kernels/quad_avx2_codes.h"
-#    include "kernels/quad_avx2_values.h"
-#    include "kernels/quad_avx2_sums.h"
+#  else
+#    pragma GCC target("avx2,fma,bmi,bmi2,f16c,popcnt,avxvnni")
+#  endif
+#define AKV_QUAD_VNNI 1
+#include "kernels/quad_avx2.h"
+#include "kernels/quad_avx2_keys.h"
+#include "kernels/quad_avx2_codes.h"
+#include "kernels/quad_avx2_values.h"
+#include "kernels/quad_avx2_sums.h"
 
 const akv_quad_kernels akv_quad_avx_vnni = {
     "avxvnni",  unpack_anchors, turn_rows, mean_logits, anchor_logits, sort_levels,
@@ -25,9 +25,9 @@ const akv_quad_kernels akv_quad_avx_vnni = {
     NULL,
 };
 
-#    ifdef __clang__
-#        pragma clang attribute pop
-#    endif
+#  ifdef __clang__
+#    pragma clang attribute pop
+#  endif
 #else
 typedef int akv_no_quad_avx_vnni; /* a translation unit must not be empty */
 #endif
