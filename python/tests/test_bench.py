@@ -402,6 +402,15 @@ def test_report_of_made_up_numbers(tmp_path):
     log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert "| a@10 | 1/10.00 | 75.0 | 17.7 | 75 | 2 |" in report.markdown([log])
     assert runner.read(log)[1]["method"] == "dense"
+    # dense has sample 0 alone, a@10 samples 1 and 2: b@10 shares one of them
+    row = dict(task="vt", ctx=8, protocol="aware", sample=2, method="b@10", score=0.25, bytes=10, dense_bytes=100)
+    log.write_text(log.read_text() + json.dumps(row) + "\n")
+    shared = report.markdown([log], ["b@10", "a@10"])
+    rows = "| b@10 | 1/10.00 | 25.0 | 0.0 | 25 | 1 |", "| a@10 | 1/10.00 | 100.0 | 0.0 | 100 | 1 |"
+    assert shared.index(rows[0]) < shared.index(rows[1])
+    assert "dense" not in shared
+    with pytest.raises(SystemExit, match="no sample has records of all of dense, a@10"):
+        report.page([log], ["dense", "a@10"])
 
 
 def test_claims_share_the_work_and_found_answers_end(tmp_path):

@@ -94,6 +94,7 @@ def parser():
     s.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     s = sub.add_parser("report", help="Markdown on the standard output, HTML into a file")
     s.add_argument("logs", nargs="+")
+    s.add_argument("--methods", help="only these, in this order, on the samples that all of them have")
     s.add_argument("--html")
     s.add_argument("--png", metavar="FOLDER", help="plots as PNG files (matplotlib)")
     s.add_argument("--markdown", metavar="FILE", help="a short table for a README: no column a task; with the settings")
@@ -185,8 +186,8 @@ def main(arguments=None):
     from . import report
 
     if a.benchmark == "report":
-        print(report.markdown(a.logs))
-        logs = a.logs
+        logs, only = a.logs, a.methods.split(",") if a.methods else None
+        print(report.markdown(logs, only))
     else:
         from . import runner
 
@@ -235,19 +236,19 @@ def main(arguments=None):
             if a.claims:
                 os.makedirs(a.claims, exist_ok=True)
             runner.answers(bench, log, chosen, samples, a.aware, a.claims)
-        logs = [a.out]
+        logs, only = [a.out], None
         print(report.markdown(logs))
     if a.html:
         with open(a.html, "w", encoding="utf-8") as file:
-            file.write(report.page(logs))
+            file.write(report.page(logs, only))
     if a.png:
         from . import plots
 
-        for path in plots.write(logs, a.png):
+        for path in plots.write(logs, a.png, only):
             print(path, file=sys.stderr)
     if getattr(a, "markdown", None):
         with open(a.markdown, "w", encoding="utf-8") as file:
-            file.write(report.short(logs))
+            file.write(report.short(logs, only))
 
 
 if __name__ == "__main__":

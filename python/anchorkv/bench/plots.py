@@ -52,11 +52,11 @@ def _heat(plt, records, title, path):
     plt.close(fig)
 
 
-def write(logs, folder):
+def write(logs, folder, methods=None):
     """PNG files of what the logs hold; their paths."""
     plt, out = _pyplot(), []
     os.makedirs(folder, exist_ok=True)
-    groups, _ = groups_of(logs)
+    groups, _ = groups_of(logs, methods)
     passkeys = {}
     for (benchmark, ctx, protocol), records in groups.items():
         if benchmark == "ablation":

@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 
+from .ruler import TASKS
 from .runner import Log, read
 
 
@@ -38,8 +39,19 @@ def rows_of(records):
     return out
 
 
-def groups_of(paths):
-    """{(benchmark, ctx, protocol): records} over the logs, and their settings. What two logs have counts once."""
+def common(records, methods):
+    """Records of these methods, in their order, of the samples that every one of them has."""
+    having = {}
+    for r in records:
+        having.setdefault(r["method"], set()).add((r["task"], r["sample"], r.get("depth")))
+    shared = set.intersection(*(having.get(m, set()) for m in methods))
+    kept = [r for r in records if r["method"] in methods and (r["task"], r["sample"], r.get("depth")) in shared]
+    return sorted(kept, key=lambda r: (methods.index(r["method"]), r["sample"]))
+
+
+def groups_of(paths, methods=None):
+    """{(benchmark, ctx, protocol): records} over the logs, and their settings. What two logs have counts once.
+    methods: only these, on the samples that all of them have; where one has none at all, the group is left out."""
     groups, settings, seen = {}, [], set()
     for path in paths:
         first, *records = read(path)
@@ -51,13 +63,18 @@ def groups_of(paths):
                     continue
                 seen.add((run, Log.key(r)))
             groups.setdefault((first["settings"]["benchmark"], r["ctx"], r["protocol"]), []).append(r)
+    if methods:
+        groups = {key: left for key, records in groups.items() if (left := common(records, methods))}
+        if not groups:
+            raise SystemExit(f"no sample has records of all of {', '.join(methods)}")
     return groups, settings
 
 
 def columns_of(rows):
     head = ["method", "bytes"]
     if any("score" in r for r in rows):
-        head += ["score", "+-"] + list(dict.fromkeys(t for r in rows for t in r.get("tasks", {})))
+        tasks, known = list(dict.fromkeys(t for r in rows for t in r.get("tasks", {}))), list(TASKS)
+        head += ["score", "+-"] + sorted(tasks, key=lambda t: known.index(t) if t in known else len(known))
     if any("kld" in r for r in rows):
         head += ["perplexity", "KLD", "top-1"]
     return head + ["n"]
@@ -78,8 +95,8 @@ def cells_of(row, head):
     return [values.get(h, "") for h in head]
 
 
-def markdown(paths):
-    groups, settings = groups_of(paths)
+def markdown(paths, methods=None):
+    groups, settings = groups_of(paths, methods)
     out = []
     for (benchmark, ctx, protocol), records in groups.items():
         if benchmark == "ablation":
@@ -98,9 +115,9 @@ def markdown(paths):
     return "\n".join(out)
 
 
-def short(paths):
+def short(paths, methods=None):
     """For a README: one line a method and benchmark, and what was run."""
-    groups, settings = groups_of(paths)
+    groups, settings = groups_of(paths, methods)
     out = []
     for (benchmark, ctx, protocol), records in groups.items():
         if benchmark == "ablation":
@@ -181,8 +198,8 @@ td,th{border:1px solid #ccc;padding:.25em .6em;text-align:right}
 td:first-child,th:first-child{text-align:left}svg text{font:11px system-ui,sans-serif}pre{white-space:pre-wrap}"""
 
 
-def page(paths):
-    groups, settings = groups_of(paths)
+def page(paths, methods=None):
+    groups, settings = groups_of(paths, methods)
     out = [
         "<!doctype html><html lang=en><meta charset=utf-8><title>Cache compression</title>",
         f"<style>{STYLE}</style>",
