@@ -73,9 +73,9 @@ def test_use(t, folder, model, book, shares):
 
 
 def test_chat(t, folder, model, book, shares):
-    """A conversation whose old part has to be compressed: the layers' bytes differ, the budget holds."""
+    """A conversation whose old part has to be compressed, and to less than pieces could use: the layers' bytes differ, the budget holds."""
     with open(book, encoding="utf-8") as source:
-        said = "Read this: " + source.read()[:4000].replace("\n", " ") + "\nWhat is it about?\n"
+        said = "Read this: " + source.read()[:6000].replace("\n", " ") + "\nWhat is it about?\n"
     session, out, budget = os.path.join(folder, "talk.akv"), os.path.join(folder, "talk.json"), 12 << 20
     t.run("chat", "-m", model, "-n", "4", "-t", "2", "--shares", shares, "--budget", str(budget), "--session", session, "--json", out,
           stdin=said.encode(), err="turns saved")
