@@ -208,18 +208,26 @@ static void weigh(float *logits, uint32_t rows, uint32_t n, const float *max, co
         sum_both(total, squares, &sum[r], &units[r]);
     }
     for (uint32_t r = 0; r < rows; r++) {
-        float *l = logits + (size_t)r * W, largest = 0.0f;
+        float *l = logits + (size_t)r * W;
         lift[r] = 1.0f;
-        if (!(units[r] < 1e-12f || units[r] > 1e30f)) /* NaN needs nothing */
+        if (!(units[r] < 1e-30f || units[r] > 1e30f)) /* NaN needs nothing; above, squares that vanished are 1e-6 of the sum */
             continue;
-        for (uint32_t t = 0; t < W; t++) /* squares may have vanished or become infinite, weights not */
-            largest = l[t] > largest ? l[t] : largest;
-        lift[r] = largest;
+        __m512 top = _mm512_loadu_ps(l), squares = _mm512_setzero_ps();
+        UNROLLED
+        for (uint32_t v = 1; v < 4; v++)
+            top = _mm512_max_ps(top, _mm512_loadu_ps(l + 16 * v));
+        lift[r] = _mm512_reduce_max_ps(top); /* squares may have vanished or become infinite, weights not */
         units[r] = 0.0f;
-        for (uint32_t t = 0; t < W && largest > NOTHING; t++) {
-            l[t] /= largest;
-            units[r] += l[t] * l[t];
+        if (!(lift[r] > NOTHING))
+            continue;
+        const __m512 inverse = _mm512_set1_ps(1.0f / lift[r]);
+        UNROLLED
+        for (uint32_t v = 0; v < 4; v++) {
+            const __m512 w = _mm512_mul_ps(_mm512_loadu_ps(l + 16 * v), inverse);
+            squares = _mm512_fmadd_ps(w, w, squares);
+            _mm512_storeu_ps(l + 16 * v, w);
         }
+        units[r] = _mm512_reduce_add_ps(squares);
     }
     for (uint32_t r = 0; r < rows; r += 16) {
         const __mmask16 of = lanes(r, rows);
