@@ -34,7 +34,7 @@ static int on_progress(void *opaque, akv_llama_stage stage, uint64_t done, uint6
         cli_progress_update(&s->progress, (int)stage, s->label, units[stage], done, total);
     else if (s->label == NULL && (stage <= AKV_LLAMA_STAGE_COMPRESS || s->progress.terminal))
         cli_progress_update(&s->progress, (int)stage, names[stage], units[stage], done, total);
-    return cli_interrupted() != 0;
+    return cli_interrupted() != 0 && !s->goes_back;
 }
 
 static void on_log(void *opaque, const char *text)
@@ -332,7 +332,9 @@ int cli_session_load(cli_session *s, const char *path, int (*accept)(void *conte
     move_document(s, &before);
     if (present == NULL)
         return code;
+    s->goes_back = true; /* what interrupted the loading must not interrupt this, or the conversation would be lost */
     akv_status status = akv_llama_attach(s->host, present, &diag);
+    s->goes_back = false;
     if (status == AKV_OK) {
         akv_llama_store_release(s->store);
         s->store = present;

@@ -60,6 +60,7 @@ typedef struct cli_session {
     akv_document *document;
     akv_llama_prompt form;
     const char *system;
+    bool goes_back; /* to the conversation before, which a signal must not stop */
 } cli_session;
 
 /* All functions return an exit code and have printed the reason when it is not CLI_OK. */

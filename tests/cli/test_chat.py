@@ -5,6 +5,7 @@
 """
 
 import argparse
+import ctypes
 import json
 import os
 import pty
@@ -161,6 +162,37 @@ def test_signals(t, model, folder):
     t.run("verify", path, out="ok")
 
 
+def once_read(path):
+    """A function that waits until somebody who has only read the file closes it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init()
+    if watch < 0 or libc.inotify_add_watch(watch, os.fsencode(path), 0x10) < 0:  # IN_CLOSE_NOWRITE
+        raise OSError(ctypes.get_errno(), "inotify")
+
+    def wait(seconds):
+        seen = bool(select.select([watch], [], [], seconds)[0])
+        os.close(watch)
+        return seen
+
+    return wait
+
+
+def test_interrupted_load(t, model, folder):
+    """Ctrl-C while a document that was read is attached to: the conversation goes on as if there had been no /load."""
+    path = os.path.join(folder, "exact.akv")  # its size keeps the program busy until the signal is there
+    plain = t.run("chat", "-m", model, *FEW, stdin=b"Name a colour.\nAnd another.\n")
+    wait = once_read(path)
+    talk = Talk(t, "-m", model, *FEW)
+    talk.say(f"Name a colour.\n/load {path}\n".encode())
+    t.check(wait(60), f"chat: /load did not read {path}")
+    talk.process.send_signal(signal.SIGINT)
+    out, err = talk.process.communicate(b"And another.\n", timeout=60)
+    t.check(talk.process.returncode == 0, f"chat, /load interrupted: {talk.process.returncode}, {err!r}")
+    if b" turns, " not in err:  # otherwise the signal came too late to stop it
+        t.check(b"the conversation is as it was" in err, f"chat, /load interrupted: {err!r}")
+        t.check(out.decode() == plain.out, f"chat: after an interrupted /load it said {out!r} instead of {plain.out!r}")
+
+
 class Terminal:
     """A chat on a pseudo-terminal: what is typed, and what is shown."""
 
@@ -289,6 +321,7 @@ def main():
             test_document(t, args.model, folder)
             test_refusals(t, args.model, folder)
             test_signals(t, args.model, folder)
+            test_interrupted_load(t, args.model, folder)
             test_terminal(t, args.model)
         test_kills(t, args.model, folder, args.kills, args.seed)
     return t.end()
