@@ -124,7 +124,8 @@ static int accept_document(void *context)
 
 int cli_chat_load(cli_chat *c, const char *path)
 {
-    const bool behind_document = c->behind_document, goes_on = c->session.store != NULL;
+    const bool behind_document = c->behind_document;
+    const akv_llama_store *store = c->session.store;
     int32_t *starts = c->starts;
     const uint32_t num_turns = c->num_turns;
     c->starts = NULL;
@@ -138,7 +139,8 @@ int cli_chat_load(cli_chat *c, const char *path)
     c->starts = starts;
     c->num_turns = num_turns;
     c->behind_document = behind_document;
-    if (goes_on && c->session.store != NULL && set_rolling(c) != CLI_OK)
+    /* a file that was refused before the conversation had been detached has cost it nothing, its latest queries included */
+    if (store != NULL && c->session.store != NULL && c->session.store != store && set_rolling(c) != CLI_OK)
         cli_session_unload(&c->session);
     return code;
 }
