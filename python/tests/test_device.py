@@ -78,6 +78,22 @@ def test_batch_with_padding(fake):
     assert_same(generate(model, ids, AnchorKVCache(model.config, ratio=2), attention_mask=attention), want)
 
 
+def test_steps_under_autocast(fake):
+    """Values of fewer bits than the keys, and than the tail: they are converted, not taken as they are."""
+    model, ids = model_of(), prompt(300)
+
+    def run():
+        cache, out = AnchorKVCache(model.config, ratio=2), []
+        with torch.inference_mode():
+            model(ids, past_key_values=cache)
+            with torch.autocast("cpu", torch.bfloat16):
+                for i in range(5):
+                    out.append(model(ids[:, i : i + 1], past_key_values=cache).logits.float())
+        return torch.cat(out, 1)
+
+    assert (run() - on_cpu(run)).abs().max() < 2e-2
+
+
 @pytest.mark.parametrize("padded", [False, True])
 def test_second_prompt_by_pieces_and_single_tokens_with_a_mask(fake, padded):
     """70 further tokens at once, where one row has padding in front of them, then single tokens that do not see it."""

@@ -146,6 +146,8 @@ class AnchorKVLayer(CacheLayerMixin):
                 f"layer {self.index}: {key_states.dtype} on {key_states.device} given, the cache holds {self.dtype} on "
                 f"{self.device}; use a new cache"
             )
+        if self.gpu is not None and value_states.dtype != self.dtype:  # autocast; a plan has one type for its tails
+            value_states = value_states.to(self.dtype)
         t = key_states.shape[2]
         if self.settings.when == "decode" and self.offset == 0 and t == 1 and self.n > 1:
             self.compress_tail()
